@@ -5,19 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.placement import covering_entry, resolve_homes, tensor_devices
+from autoshard.placement import resolve_homes, tensor_devices
 
 MODULES = ["", "embed", "layers", "layers.0", "layers.0.mlp", "layers.0.act", "layers.1", "layers.1.mlp", "head"]
 TENSORS = ["embed.weight", "layers.0.scale", "layers.0.mlp.weight", "layers.1.mlp.weight", "head.weight"]
-
-
-def test_a_uniform_model_is_hooked_at_the_root_only():
-    homes = resolve_homes({"": "a"}, MODULES, TENSORS)
-    assert homes.hooked == ("",)
-    assert homes.mixed == frozenset()
-    assert homes.homes["layers.0.mlp"] == "a"
-    assert "layers.0.act" not in homes.homes
-    assert homes.home_of("layers.0.act") == "a"
 
 
 def test_mixed_modules_take_their_own_first_tensor_or_else_their_first_child():
@@ -46,12 +37,6 @@ def test_what_has_a_list_of_layers_is_hooked_in_a_mixed_model_wherever_it_is():
     homes = resolve_homes({"eyes": "a", "inner": "b"}, modules, tensors, uncallable=lists)
     assert homes.hooked == ("", "eyes", "inner", "inner.tower")
     assert resolve_homes({"": "a"}, modules, tensors, uncallable=lists).hooked == ("",)
-
-
-def test_the_longest_entry_counts():
-    assert covering_entry({"": 1, "a.b": 2}, "a.b.weight") == "a.b"
-    assert covering_entry({"": 1, "a.b": 2}, "a.bc.weight") == ""
-    assert covering_entry({"a.b": 2}, "a.bc.weight") is None
 
 
 def test_a_tensor_without_an_entry_is_refused_by_name():

@@ -5,12 +5,11 @@ import pty
 import subprocess
 import sys
 
-import pytest
 import torch
 from torch import nn
 
 import autoshard
-from autoshard.progress import shown_progress, tell, watched_by
+from autoshard.progress import watched_by
 
 
 def model() -> nn.Module:
@@ -49,20 +48,6 @@ def test_saving_and_loading_tell_bytes(tmp_path):
     shown = []
     autoshard.load(tmp_path / "out", "cpu", model=model(), progress=lambda done, total: shown.append((done, total)))
     assert all(done <= total for done, total in shown)
-
-
-def test_nobody_is_told_after_the_block():
-    found = []
-    with pytest.raises(KeyError), watched_by(lambda *args: found.append(args)):
-        raise KeyError
-    tell("ops", 1)
-    assert not found
-
-
-def test_nothing_is_shown_without_a_terminal(capfd):
-    with shown_progress("working"):
-        tell("ops", 1, 2)
-    assert capfd.readouterr() == ("", "")
 
 
 PROGRAM = """

@@ -2,7 +2,6 @@
 
 import threading
 
-import pytest
 import torch
 from torch import nn
 
@@ -10,7 +9,7 @@ from autoshard import nested
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.workload import Workload
-from tests.models import HF_CASES, by_name
+from tests.models import HF_CASES, by_name, over
 
 
 class State:
@@ -100,7 +99,7 @@ def test_of_a_generation_only_the_first_forward_is_seen():
     assert "decode" in {name for name, _, _ in graph.phases}
 
 
-@pytest.mark.parametrize("case", [case for case in HF_CASES if case.layers], ids=lambda case: case.name)
+@over([case for case in HF_CASES if case.layers])
 def test_blocks_of_transformers_run_alone(case):
     model = by_name(case.name).model()
     paths = [path for path, _ in model.get_submodule(case.layers).named_children()]

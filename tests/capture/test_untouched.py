@@ -1,7 +1,6 @@
 """A capture leaves no trace, whatever the forward does and whether or not it fails."""
 
 import contextlib
-import contextvars
 import functools
 import gc
 import random
@@ -238,19 +237,6 @@ def test_what_is_outside_of_the_model_is_as_it_was(name, level):
     with contextlib.suppress(CaptureError):  # a refusal may come late
         capture(model, rows(), level=level)
     assert trace.look(model) == before
-
-
-VARIABLE = contextvars.ContextVar("VARIABLE")
-
-
-def test_context_variables_are_as_they_were():
-    class Model(nn.Module):
-        def forward(self, x):
-            VARIABLE.set(x * 2)
-            return VARIABLE.get()
-
-    capture(Model(), torch.ones(3))
-    assert VARIABLE.get(None) is None
 
 
 class Threaded(nn.Module):

@@ -78,13 +78,13 @@ def test_random_damage(saved, tmp_path):
         (tmp_path / name).write_bytes(data)
     assert load_damaged(tmp_path, expected)
     loaded = 0
-    for _ in range(1000):
+    for _ in range(300):
         name = chance.choice(list(files))
         head = head_of(name, files[name])
         (tmp_path / name).write_bytes(spoil(files[name][:head], chance) + files[name][head:])
         loaded += load_damaged(tmp_path, expected)
         (tmp_path / name).write_bytes(files[name])
-    assert 0 < loaded < 100  # what was changed back, white space, and words that mean nothing
+    assert 0 < loaded < 30  # what was changed back, white space, and words that mean nothing
 
 
 @pytest.mark.parametrize("word", [b"I32", b"U32"])

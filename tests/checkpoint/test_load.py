@@ -139,12 +139,11 @@ def cut_over_processes(path, count):
     return read
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_cut_over_processes_that_each_read_their_part(tmp_path, count):
+def test_cut_over_processes_that_each_read_their_part(tmp_path):
     for name in ("perceptron", "attention", "words"):
         (tmp_path / name).mkdir()
         saved(make(name), tmp_path / name)
-    assert all(share < 0.8 for read in run_ranks(cut_over_processes, count, tmp_path, count) for share in read)
+    assert all(share < 0.8 for read in run_ranks(cut_over_processes, 3, tmp_path, 3) for share in read)
 
 
 def test_a_failure_leaves_the_model_on_meta(tmp_path):

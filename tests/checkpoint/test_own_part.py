@@ -118,16 +118,24 @@ def loaded_by(folder, text):
     return report.bytes_read, held, max(apart, values, abs(norms[0] - expected[1][0]))
 
 
+def all_loaded_by(folder, texts):
+    return [loaded_by(folder, text) for text in texts]
+
+
 @sharded_replicas
 @pytest.mark.parametrize(
-    "mesh",
-    ["fsdp=4", "fsdp=2,tp=2", "fsdp=2,pp=2", "pp=2,tp=2", pytest.param("fsdp=2,tp=2,pp=2", marks=pytest.mark.slow)],
+    "meshes",
+    [
+        ("fsdp=4", "fsdp=2,tp=2", "fsdp=2,pp=2", "pp=2,tp=2"),
+        pytest.param(("fsdp=2,tp=2,pp=2",), marks=pytest.mark.slow),
+    ],
+    ids=["four ranks", "eight ranks"],
 )
-def test_parts_of_launch_plans_are_read_alone(tmp_path, mesh):
+def test_parts_of_launch_plans_are_read_alone(tmp_path, meshes):
     state = launched.decoder().state_dict()
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    whole, count = sum(tensor.nbytes for tensor in state.values()), 8 if "tp=2,pp" in mesh else 4
-    found = run_ranks(loaded_by, count, str(tmp_path), launched.plan_for(mesh, count, precision="full"))
-    for read, held, apart in found:
-        assert read == held and apart < 1e-4
-    assert sum(read for read, _, _ in found) == pytest.approx(whole, rel=0.15)  # norms are on all ranks of a cut
+    whole, count = sum(tensor.nbytes for tensor in state.values()), 4 if len(meshes) > 1 else 8
+    plans = [launched.plan_for(mesh, count, precision="full") for mesh in meshes]
+    for found in zip(*run_ranks(all_loaded_by, count, str(tmp_path), plans), strict=True):
+        assert all(read == held and apart < 1e-4 for read, held, apart in found)
+        assert sum(read for read, _, _ in found) == pytest.approx(whole, rel=0.15)  # norms are on all ranks of a cut

@@ -3,11 +3,9 @@
 import contextlib
 import multiprocessing
 import os
-import random
 import resource
 import signal
 import sys
-import time
 
 import pytest
 import torch
@@ -111,32 +109,6 @@ def kill_at(step):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_killed_at_every_step(exchange, tmp_path):
     assert in_process(killed_at_every_step, tmp_path, exchange) == 0
-
-
-def save_for_ever(path, ready):
-    models = make(1.0), make(2.0, 3)
-    ready.set()
-    while True:
-        for model in models:
-            save(model, path)
-
-
-@pytest.mark.parametrize("count", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random(count, tmp_path):
-    old, new = old_and_new(tmp_path)
-    path = tmp_path / "out"
-    start_over(path, old)
-    for seed in range(count):
-        ready = _context.Event()
-        process = _context.Process(target=save_for_ever, args=(path, ready))
-        process.start()
-        assert ready.wait(60)
-        time.sleep(random.Random(seed).uniform(0, 0.2))
-        process.kill()
-        process.join()
-        assert contents(path) in (old, new)
-    save(make(1.0), path)
-    assert sorted(os.listdir(tmp_path)) == ["expected", "out"]
 
 
 def save_often(path, value, times):

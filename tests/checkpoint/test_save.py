@@ -23,8 +23,7 @@ from tests.runtime.cut_models import CASES, decoder_cuts, make_decoder, uneven_s
 from tests.runtime.test_streaming import net, on_disk, rows, streaming
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gpt2", "albert", "bart", "mamba"])
-@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize(("name", "shards"), [("llama-tied", 3), ("gpt2", 1), ("albert", 3), ("bart", 1), ("mamba", 3)])
 def test_directories_are_those_of_save_pretrained(name, shards, tmp_path):
     model = by_name(name).model()
     size = sum(tensor.nbytes for tensor in model.state_dict().values()) // shards + 4096
@@ -38,7 +37,7 @@ def test_directories_are_those_of_save_pretrained(name, shards, tmp_path):
         assert contents(tmp_path / "again") == contents(tmp_path / "ours")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "deepseek-v3", "jamba"])
+@pytest.mark.parametrize("name", ["mixtral", "jamba"])
 def test_fused_experts_are_written_as_the_library_names_them(name, tmp_path):
     """The library keeps views of one tensor in one file, however large it gets; here files have their size."""
     model = by_name(name).model()

@@ -70,36 +70,41 @@ Can't be cut
 """
 
 
-@pytest.fixture
-def file(tmp_path):
-    path = tmp_path / "model.py"
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("axes") / "model.py"
     path.write_text(MODEL)
     return str(path)
 
 
-def test_axes_are_printed_in_words(file):
-    printed = command("profile", file, "--axes").stdout
+@pytest.fixture(scope="module")
+def printed(file):
+    return command("profile", file, "--axes").stdout
+
+
+@pytest.fixture(scope="module")
+def document(file):
+    return json.loads(command("profile", file, "--axes", "--json").stdout)
+
+
+def test_axes_are_printed_in_words(printed):
     assert PRINTED in printed
     assert "sorted columns (whole on every device)\n    sort in the model itself" in printed
     assert "blocks.0-2.mixer: a, b rows\n    scaled_dot_product_attention in blocks.0-2.mixer: " in printed
     assert max(map(len, printed.splitlines())) <= 80 and not any(line.endswith(" ") for line in printed.splitlines())
 
 
-def test_the_batch_is_among_the_axes(file, tmp_path):
-    printed = command("profile", file, "--axes").stdout
+def test_the_batch_is_among_the_axes(printed, document, tmp_path):
     assert "The batch\n  2 rows of ids can be divided: the output put together\n    checked op by op" in printed
     mixing = tmp_path / "mixing.py"
     mixing.write_text(MODEL.replace("return x * self", "return (x - x.mean(0)) * self"))
     assert "the model's own forward mixes its rows (mean in the model itself)" in " ".join(
         command("profile", str(mixing), "--axes").stdout.split()
     )
-    assert json.loads(command("profile", file, "--axes", "--json").stdout)["batch"]["inputs"] == [
-        {"path": "ids", "dim": 0, "axis": "*2"}
-    ]
+    assert document["batch"]["inputs"] == [{"path": "ids", "dim": 0, "axis": "*2"}]
 
 
-def test_axes_as_json(file):
-    document = json.loads(command("profile", file, "--axes", "--json").stdout)
+def test_axes_as_json(document):
     assert document["format"] == "autoshard axes report" and document["model"]["class"] == "Model"
     (group,) = [group for group in document["groups"] if group["text"] == "96 slices: up rows; down columns"]
     assert group["blocks"] == ["blocks.0", "blocks.1", "blocks.2"] and group["all_reduces"] == 1
@@ -152,18 +157,15 @@ def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
     ):
         assert words in printed, words
     assert "Modules" not in printed and max(map(len, printed.splitlines())) <= 80
-    document = json.loads(command("plan", file, *asked, "--json").stdout)
+    document = json.loads(command("estimate", path, file, "--json").stdout)
     assert len(document["plan"]["cuts"]) == 3 and document["estimate"]["all_reduces"] == 7
-    again = command("estimate", path, file).stdout
-    assert "7 all-reduces" in again and "\nCut\n" in again
 
 
 def test_plans_with_cuts_are_verified(file):
     asked = ("--strategy", "column-parallel", "--objective", "memory", "--devices", "2x100GiB")
-    printed = command("verify", file, *asked).stdout
-    assert printed.strip().startswith("equal ") and "sums over devices are made in another order" in printed
-    document = json.loads(command("verify", file, *asked, "--json", "--train").stdout)
-    assert document["ok"] and document["compared"] == ["forward", "backward", "optimizer step"]
+    printed = " ".join(command("verify", file, *asked, "--train").stdout.split())
+    assert printed.startswith("equal ") and "sums over devices are made in another order" in printed
+    assert "optimizer step" in printed
 
 
 def test_cuts_that_are_slower_than_one_device_are_made_if_asked_for(file):

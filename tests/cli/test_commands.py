@@ -112,11 +112,6 @@ def test_limits_pins_and_workload(file):
     assert first["peak_bytes"] <= first["memory_bytes"] == 700 * 1024
 
 
-def test_max_memory_alone_names_the_devices(file):
-    done = command("plan", file, "--max-memory", "cuda:0=800KiB,cuda:1=800KiB", "--json")
-    assert [d["name"] for d in json.loads(done.stdout)["estimate"]["devices"]] == ["cuda:0", "cuda:1"]
-
-
 def test_a_device_map_can_be_estimated(file, tmp_path):
     path = tmp_path / "map.json"
     path.write_text(json.dumps({str(i): int(i > 2) for i in range(8)}))
@@ -206,14 +201,6 @@ def test_plans_that_do_not_belong(file, tmp_path):
     assert "newer" in command("estimate", out, file, expect=1).stderr
 
 
-def test_a_file_that_raises(tmp_path):
-    path = tmp_path / "model.py"
-    path.write_text("import torch\n\nraise ValueError('bad weather')\n")
-    done = command("plan", path, "--devices", "2x4MiB", expect=1)
-    assert "ValueError: bad weather" in done.stderr and "line 3" in done.stderr
-    assert len(done.stderr.splitlines()) < 12 and "site-packages" not in done.stderr
-
-
 def test_inputs_that_do_not_fit_or_are_missing(file, tmp_path):
     path = tmp_path / "other.py"
     path.write_text(MODEL.replace("torch.zeros(batch_size, 64)", "torch.zeros(batch_size, 65)"))
@@ -223,24 +210,15 @@ def test_inputs_that_do_not_fit_or_are_missing(file, tmp_path):
     assert "example_inputs" in command("plan", path, "--devices", "2x4MiB", expect=1).stderr
 
 
-def test_help_and_version():
-    assert "plan" in command("--help").stdout
-    for name in ("plan", "profile", "estimate", "verify", "devices"):
-        assert "TARGET" in command(name, "--help").stdout or name == "devices"
-    assert command("--version").stdout.strip() == f"autoshard {autoshard.__version__}"
-
-
 def test_as_a_process(file, tmp_path):
-    """Streams and exit statuses as a shell sees them; the same plan in two processes."""
-    first = process("plan", file, "--devices", TWO_SMALL, "-o", tmp_path / "a.json", "--json", PYTHONHASHSEED="1")
-    assert first.returncode == 0, first.stderr
-    json.loads(first.stdout)
-    assert "the file prints this" in first.stderr and "\x1b" not in first.stderr
-    environment = {"PYTHONHASHSEED": "2", "PYTHONIOENCODING": "ascii"}
-    second = process("plan", file, "--devices", TWO_SMALL, "-o", tmp_path / "b.json", **environment)
-    assert second.returncode == 0, second.stderr
+    """Streams and exit status as a shell sees them; the same plan as in this process."""
+    command_line = ("plan", file, "--devices", TWO_SMALL, "-o")
+    command(*command_line, tmp_path / "a.json")
+    done = process(*command_line, tmp_path / "b.json", PYTHONHASHSEED="2", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-    assert "####" in second.stdout and second.stdout.isascii()
+    assert "the file prints this" in done.stderr and "\x1b" not in done.stderr
+    assert "####" in done.stdout and done.stdout.isascii()
 
 
 def test_verify(file, tmp_path):

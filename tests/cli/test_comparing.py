@@ -5,8 +5,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-import autoshard
 from autoshard.cli.main import app
+from autoshard.cluster.parse import parse_devices
 from autoshard.integrations.peer_maps import peer_maps
 from tests.models import by_name
 from tests.report.net import BLOCK
@@ -46,26 +46,14 @@ def test_all_strategies_and_peers_are_priced_alike(target):
     assert theirs["Accelerate balanced"]["bottleneck_seconds"] >= rows["balanced"]["bottleneck_seconds"]
 
 
-def test_the_table_fits_a_terminal_of_80_columns(target):
-    shown = CliRunner().invoke(app, ["compare", target, "-d", "2x2MiB"], env={"COLUMNS": "80"})
-    assert shown.exit_code == 0, shown.output
-    assert max(map(len, shown.stdout.splitlines())) <= 80
-    assert "Accelerate sequential" in shown.stdout and "Why" in shown.stdout
-
-
 def test_what_spills_is_said():
     case = by_name("llama")
-    cluster = autoshard.Cluster.from_dict(_cluster(50_000))
-    found = {one.name: one for one in peer_maps(case.model(), cluster)}
-    assert all(one.refused and not one.device_map for one in found.values())
-    roomy = {one.name: one for one in peer_maps(case.model(), autoshard.Cluster.from_dict(_cluster(1 << 30)))}
+    tight, roomy = (
+        {one.name: one for one in peer_maps(case.model(), parse_devices({"cuda:0": size, "cuda:1": size}))}
+        for size in ("50KB", "1GiB")
+    )
+    assert all(one.refused and not one.device_map for one in tight.values())
     assert set(roomy["Accelerate balanced"].device_map.values()) == {"cuda:0", "cuda:1"}
-
-
-def _cluster(memory_bytes):
-    from autoshard.cluster.parse import parse_devices
-
-    return parse_devices({"cuda:0": memory_bytes, "cuda:1": memory_bytes}).to_dict()
 
 
 def test_a_model_without_parameters_is_compared(tmp_path):

@@ -106,28 +106,6 @@ def shown(call, *arguments, width=80, colour=False, encoding="utf-8", **settings
     return stream.buffer.getvalue().decode(encoding)
 
 
-def test_placements_are_folded(profile):
-    rows = [(row.path, row.count, row.device) for row in placed_rows(plan_of(PLACEMENTS), profile)]
-    assert sorted(rows) == sorted(
-        [
-            ("embed", 1, "cuda:0"),
-            ("blocks.0-2", 3, "cuda:0"),
-            ("blocks.3.up", 1, "cuda:0"),
-            ("blocks.3.down", 1, "cuda:1"),
-            ("blocks.4-6", 3, "cuda:1"),
-            ("scale", 1, "cuda:1"),
-            ("head", 1, "cuda:1"),
-        ]
-    )
-    total = sum(row.nbytes for row in placed_rows(plan_of(PLACEMENTS), profile))
-    assert total == profile.parameter_bytes + profile.buffer_bytes
-
-
-def test_the_whole_model_on_one_device(profile):
-    (row,) = placed_rows(plan_of({"": "cuda:0"}), profile)
-    assert row.path == "(whole model)" and row.nbytes == profile.parameter_bytes
-
-
 def test_all_devices_that_hold_a_module_are_named():
     devices = tuple(PlanDevice(name=f"cuda:{i}", kind="generic", memory_bytes=1) for i in range(8))
     plan = replace(plan_of({"": "cuda:0"}), devices=devices)

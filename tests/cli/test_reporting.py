@@ -61,11 +61,3 @@ def test_a_device_map_needs_the_model_named(net, tmp_path):
 def test_what_makes_no_sense_is_refused(net, arguments, words):
     done = run("report", net, "-d", "2xT4", "--no-compare", "--no-what-if", *arguments)
     assert done.exit_code == 2 and words in " ".join(done.output.split())
-
-
-def test_a_plan_of_another_model_is_refused(net, tmp_path):
-    plan, other = tmp_path / "plan.json", tmp_path / "other.py"
-    other.write_text(MODEL.replace("range(6)", "range(5)"))
-    assert run("plan", net, "-d", "2xT4", "-o", plan).exit_code == 0
-    done = run("trace", plan, other, "-o", tmp_path / "trace.json")
-    assert done.exit_code == 1 and "another model" in done.output and not (tmp_path / "trace.json").exists()

@@ -4,25 +4,21 @@ import pytest
 
 from autoshard.capture.backward import training_loss
 from tests.conformance.checks import difference_when_replayed, named_tensors
-from tests.conformance.test_placed import named, profile_of
-from tests.models import WORKING_CASES
+from tests.conformance.test_placed import profile_of
+from tests.models import WORKING_CASES, over
 
 
-@named(WORKING_CASES)
-def test_replayed_forward(case):
-    difference = difference_when_replayed(case.model, case.example(), profile_of(case.name, False).graph, False)
-    assert not difference
-
-
-@named([case for case in WORKING_CASES if case.trains])
-def test_replayed_forward_and_backward(case):
-    """Outputs and every gradient."""
-    difference = difference_when_replayed(case.model, case.example(), profile_of(case.name, True).graph, True)
-    assert not difference
+@pytest.mark.parametrize("training", [False, True], ids=["forward", "backward"])
+@over(WORKING_CASES)
+def test_replayed(case, training):
+    """Outputs, and in training every gradient."""
+    if training and not case.trains:
+        pytest.skip("its output does not depend on its parameters differentiably")
+    assert not difference_when_replayed(case.model, case.example(), profile_of(case.name, training).graph, training)
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@named(WORKING_CASES)
+@over(WORKING_CASES)
 def test_profiled(case, training):
     """Parameters and buffers are counted once, whatever ties them; the root's peak covers them."""
     if training and not case.trains:

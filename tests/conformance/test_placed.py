@@ -19,24 +19,11 @@ from tests.conformance.checks import (
     split_before,
     train,
 )
-from tests.models import HF_CASES, HOSTILE_CASES, REFUSED_CASES, WORKING_CASES, Case, by_name
+from tests.models import HF_CASES, HOSTILE_CASES, REFUSED_CASES, WORKING_CASES, Case, by_name, over
 from tests.torch_releases import SHARDS_REPLICAS
 
 TRAINING = autoshard.Workload(mode="training", optimizer="adamw")
 THREE = ["cpu:0", "cpu:1", "cpu:2"]
-# These run by default; all others when asked for with -m slow.
-QUICK = {"llama", "mixtral", "bert", "t5", "vit", "convnext", "whisper"}
-
-
-def named(cases: list[Case]):
-    """Parametrize over cases; the transformers that are not among the quick ones are slow."""
-    return pytest.mark.parametrize(
-        "case",
-        [
-            pytest.param(c, id=c.name, marks=[] if c in HOSTILE_CASES or c.name in QUICK else [pytest.mark.slow])
-            for c in cases
-        ],
-    )
 
 
 @functools.cache
@@ -69,7 +56,7 @@ def unplaced(name: str, runs):
 
 
 @pytest.mark.parametrize("strategy", ["sequential", "balanced"])
-@named(WORKING_CASES)
+@over(WORKING_CASES)
 def test_planned_without_hints(case, strategy):
     """Three unequal devices, all shapes one after the other after one apply."""
     plan, estimate = tight_plan(case.name, strategy)
@@ -79,8 +66,8 @@ def test_planned_without_hints(case, strategy):
     assert not difference
 
 
-@pytest.mark.parametrize("seed", range(3))
-@named(WORKING_CASES)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+@over(WORKING_CASES)
 def test_random_maps(case, seed):
     """Every module with parameters of its own on a device of its own luck: slow, never wrong, never a crash."""
     device_map = random_map(case.model(), THREE, seed)
@@ -88,7 +75,7 @@ def test_random_maps(case, seed):
     assert not difference
 
 
-@named([case for case in WORKING_CASES if case.trains])
+@over([case for case in WORKING_CASES if case.trains])
 def test_training(case):
     """Gradients of the first step, the losses and all tensors after three AdamW steps."""
     plan, _ = tight_plan(case.name, "balanced", True)
@@ -98,7 +85,7 @@ def test_training(case):
     assert not difference
 
 
-@named([case for case in HOSTILE_CASES if case.trains and not case.refused])
+@over([case for case in HOSTILE_CASES if case.trains and not case.refused])
 def test_training_on_random_maps(case):
     device_map = random_map(case.model(), THREE, 0)
     difference = difference_when_placed(
@@ -108,7 +95,7 @@ def test_training_on_random_maps(case):
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-@named(WORKING_CASES)
+@over(WORKING_CASES)
 def test_predicted_peak(case, training):
     """Within 1 % (or 64 bytes) of what was measured, in training 5 % (or 4 KiB: gradients of copies)."""
     if training and not case.trains:
@@ -123,8 +110,8 @@ def test_predicted_peak(case, training):
     assert all(abs(off[name]) <= max(part * nbytes, least) for name, nbytes in measured.items()), (predicted, measured)
 
 
-@pytest.mark.parametrize("new_tokens", [2, 8, pytest.param(40, marks=pytest.mark.slow)])
-@named([case for case in HF_CASES if case.generates])
+@pytest.mark.parametrize("new_tokens", [8, pytest.param(40, marks=pytest.mark.slow)])
+@over([case for case in HF_CASES if case.generates])
 def test_predicted_peak_of_generation(case, new_tokens):
     """Of a prompt and all steps after it, for a plan that was told how many."""
     inputs = {name: value for name, value in case.example().items() if not name.startswith("decoder_")}
@@ -142,7 +129,7 @@ def test_predicted_peak_of_generation(case, new_tokens):
     assert all(abs(off[name]) <= max(0.01 * nbytes, 2048) for name, nbytes in measured.items()), (predicted, measured)
 
 
-@named([case for case in HF_CASES if case.name in ("llama", "convnext")])
+@over([case for case in HF_CASES if case.name in ("llama", "convnext")])
 def test_predicted_peak_within_autocast(case):
     """Torch keeps what it cast of the parameters until autocast ends."""
     autocast = functools.partial(torch.autocast, "cpu", dtype=torch.bfloat16)
@@ -154,7 +141,7 @@ def test_predicted_peak_within_autocast(case):
     assert all(abs(off[name]) <= max(0.01 * nbytes, 64) for name, nbytes in measured.items()), (predicted, measured)
 
 
-@named(REFUSED_CASES)
+@over(REFUSED_CASES)
 def test_refused_at_plan_time(case):
     """What can't be right is refused before anything moves, with the file and the line."""
     model = case.model()
@@ -171,7 +158,7 @@ def generations(case: Case):
     return [lambda model: model.generate(**inputs, **settings)]
 
 
-@named([case for case in HF_CASES if case.generates])
+@over([case for case in HF_CASES if case.generates])
 def test_generate_split_at_every_layer(case):
     known, model = unplaced(case.name, generations), case.model()
     assert known.results[0].unique().numel() > 2  # tokens that say something
@@ -181,7 +168,7 @@ def test_generate_split_at_every_layer(case):
         assert not difference, f"split before layer {index}"
 
 
-@named([case for case in HF_CASES if case.generates])
+@over([case for case in HF_CASES if case.generates])
 def test_generate_on_a_plan_for_the_forward(case):
     """Nobody said that the model would generate; it does all the same."""
     for strategy in ("sequential", "balanced"):
@@ -191,7 +178,7 @@ def test_generate_on_a_plan_for_the_forward(case):
         assert not difference, strategy
 
 
-@named([case for case in HF_CASES if case.name in ("llama", "bert", "t5", "vit")])
+@over([case for case in HF_CASES if case.name in ("llama", "t5", "vit")])
 def test_training_with_checkpointing(case):
     def build():
         model = case.model().train()
