@@ -1,9 +1,12 @@
 """Checkpoints of models that are cut and sharded at once: written whole, and trained on from, also by one process."""
 
+from unittest import mock
+
 import safetensors.torch
 import torch
 
 import autoshard
+from autoshard.api import _completed
 from autoshard.plan import Plan
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import decoder, largest_error, own_part, plan_for, samples, wholes
@@ -20,10 +23,17 @@ def step(model, optimizer, ids):
     optimizer.step()
 
 
+def completed(text, model, inputs):
+    """A plan with its cuts and how its batch is divided, found once here and not by every process."""
+    plan = Plan.from_json(text)
+    with mock.patch("autoshard.runtime.launched.count_processes", lambda: plan.mesh.size):
+        return _completed(model, plan, inputs).to_json()
+
+
 def saved(text, folder):
     """Train one step and save; read that into another model and train it one more: how far it is from one process."""
     plan, ids = Plan.from_json(text), samples()
-    models = [autoshard.apply(decoder(), plan, inputs={"ids": ids, "labels": ids}) for _ in range(2)]
+    models = [autoshard.apply(decoder(), plan) for _ in range(2)]
     optimizers = [optimizer_of(model) for model in models]
     part = own_part(ids, plan.mesh.tp)
     step(models[0], optimizers[0], part)
@@ -48,7 +58,9 @@ def stepped():
 @sharded_replicas
 def test_cut_shards_are_saved_and_read(tmp_path):
     reference, first = stepped()
-    for apart in run_ranks(saved, 4, plan_for("fsdp=2,tp=2", 4, precision="full"), str(tmp_path)):
+    inputs = {"ids": samples(), "labels": samples()}
+    plan = completed(plan_for("fsdp=2,tp=2", 4, precision="full"), decoder(), inputs)
+    for apart in run_ranks(saved, 4, plan, str(tmp_path)):
         assert apart < 5e-4  # AdamW divides by the root of small gradients
     assert largest_error(safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors"), first) < 5e-4
     alone = decoder()

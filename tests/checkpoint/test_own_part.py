@@ -7,13 +7,13 @@ import safetensors.torch
 import torch
 
 import autoshard
-from autoshard.api import _completed
 from autoshard.checkpoint.load import load_applied
 from autoshard.errors import CheckpointError, RankError
 from autoshard.integrations.loading import open_weights
 from autoshard.plan import Mesh, Plan
 from autoshard.runtime.dispatch import bring_back_to
 from autoshard.runtime.sharded import own_part, whole_of
+from tests.checkpoint.test_launched import completed
 from tests.pipelines.models import decoder
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
@@ -99,7 +99,7 @@ def loaded_by(folder, text):
     with torch.device("meta"):
         unfilled = open_weights(folder, model=launched.decoder())
     model = unfilled.model
-    report = load_applied(model, _completed(model, plan, inputs), unfilled.checkpoint, unfilled.sources)
+    report = load_applied(model, plan, unfilled.checkpoint, unfilled.sources)
     bring_back_to(model, torch.device("cpu"))
     held = sum(own_part(one).nbytes for one in model.parameters() if not one.is_meta)
     own = stages.part_of(inputs, plan.mesh.place(torch.distributed.get_rank())[0], plan.mesh.data)
@@ -135,7 +135,8 @@ def test_parts_of_launch_plans_are_read_alone(tmp_path, meshes):
     state = launched.decoder().state_dict()
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     whole, count = sum(tensor.nbytes for tensor in state.values()), 4 if len(meshes) > 1 else 8
-    plans = [launched.plan_for(mesh, count, precision="full") for mesh in meshes]
+    model, inputs, _ = stages.build("decoder")
+    plans = [completed(launched.plan_for(mesh, count, precision="full"), model, inputs) for mesh in meshes]
     for found in zip(*run_ranks(all_loaded_by, count, str(tmp_path), plans), strict=True):
         assert all(read == held and apart < 1e-4 for read, held, apart in found)
         assert sum(read for read, _, _ in found) == pytest.approx(whole, rel=0.15)  # norms are on all ranks of a cut
