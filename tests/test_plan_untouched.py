@@ -122,8 +122,7 @@ def test_what_a_function_that_watches_notes_is_kept():
 CALLS = contextvars.ContextVar("CALLS", default=0)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_context_variables_are_as_they_were(strategy):
+def test_context_variables_are_as_they_were():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,8 +132,5 @@ def test_context_variables_are_as_they_were(strategy):
             CALLS.set(CALLS.get() + 1)
             return x + self.layers(x)
 
-    try:
-        autoshard.plan(Counts(), "2x1MiB", inputs=torch.randn(4, 8), strategy=strategy)
-    except autoshard.AutoshardError as error:
-        print(error)
+    autoshard.plan(Counts(), "2x1MiB", inputs=torch.randn(4, 8))
     assert CALLS.get() == 0

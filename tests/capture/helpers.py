@@ -1,7 +1,6 @@
 """Shared by the capture tests: the model's own answer, an independent memory count, and the peak a graph predicts."""
 
 import gc
-import weakref
 from collections import Counter
 
 import torch
@@ -11,37 +10,7 @@ from autoshard import nested
 from autoshard.capture.backward import training_loss
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.inputs import as_call
-from autoshard.torch_private import DispatchMode
-
-
-class Memory(DispatchMode):
-    """Counts the bytes of all live storages that ops made or that were entered by hand; views count once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = 0
-        self._seen: dict[int, weakref.ref] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for item in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(item, torch.Tensor):
-                self.enter(item)
-        self.peak = max(self.peak, self.live)
-        return out
-
-    def enter(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
-        if key in self._seen:
-            return
-
-        def forget(_: weakref.ref) -> None:
-            self.live -= nbytes
-            del self._seen[key]
-
-        self._seen[key] = weakref.ref(storage, forget)
-        self.live += nbytes
+from tests.live_bytes import LiveBytes
 
 
 def measured_peak(model: nn.Module, inputs, *, training: bool) -> int:
@@ -50,16 +19,14 @@ def measured_peak(model: nn.Module, inputs, *, training: bool) -> int:
     gc.collect()
     gc.disable()
     try:
-        with torch.set_grad_enabled(training), Memory() as memory:
-            given = [tensor for _, tensor in nested.tensors_in((args, kwargs))]
-            for tensor in [*model.parameters(), *model.buffers(), *given]:
-                memory.enter(tensor)
+        tensors = [*model.parameters(), *model.buffers()]
+        with torch.set_grad_enabled(training), LiveBytes(tensors, args, kwargs) as live:
             output = model(*args, **kwargs)
             if training:
                 training_loss(output, "model").backward()
     finally:
         gc.enable()
-    return memory.peak
+    return live.peak
 
 
 def predicted_peak(graph: ModelGraph) -> int:

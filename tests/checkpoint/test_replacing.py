@@ -122,7 +122,7 @@ def test_several_processes_save_to_one_place(tmp_path):
     for value in (1.0, 2.0, 3.0):
         save(make(value), tmp_path / "expected")
         expected.append(contents(tmp_path / "expected"))
-    processes = [_context.Process(target=save_often, args=(tmp_path / "out", value, 8)) for value in (1.0, 2.0, 3.0)]
+    processes = [_context.Process(target=save_often, args=(tmp_path / "out", value, 3)) for value in (1.0, 2.0, 3.0)]
     for process in processes:
         process.start()
     for process in processes:

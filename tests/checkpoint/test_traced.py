@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from autoshard.checkpoint.traced import Leaf, bare, evaluate, fill, leaf, missing, traced
+from autoshard.checkpoint.traced import evaluate, fill, leaf, missing, traced
 
 CALLS = {
     "as it is": lambda t: t["a"],
@@ -74,13 +74,6 @@ def test_experts_are_written_in_their_places_and_only_those_that_are_asked_for()
     assert read == ["a"] and written == [VALUES["a"].untyped_storage().data_ptr()]
     back = CALLS["experts back"](of(VALUES)).expression
     assert evaluate(back, VALUES.__getitem__).untyped_storage().data_ptr() == VALUES["c"].untyped_storage().data_ptr()
-
-
-def test_what_only_copies_is_bare():
-    x = traced(leaf("x", (4, 2), torch.float32))
-    assert isinstance(bare(x.clone().detach()[:].to(torch.float32).expression), Leaf)
-    for other in (x.T, x[:2], x.half()):
-        assert not isinstance(bare(other.expression), Leaf)
 
 
 def test_writes_are_refused_unless_they_do_no_harm():

@@ -8,7 +8,7 @@ import autoshard
 from autoshard.capture.capture import record_forward
 from autoshard.capture.stages import divide
 from autoshard.errors import PlanError
-from autoshard.pipelines.programs import find_traffic, write_program, write_readings
+from autoshard.pipelines.programs import write_readings
 from autoshard.pipelines.steps import find_steps
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import unlike
@@ -110,23 +110,6 @@ def refused():
 
 def test_parts_go_their_own_way_and_gradients_are_kept_as_they_are():
     assert run_ranks(on_two, 2) == [[], []]
-
-
-def chained(model, inputs, stages):
-    """The output of all stages' programs, one after another in this process."""
-    graph, tape = record_forward(model, (), inputs, grad=True)
-    found = find_steps(graph, tape, divide(graph, stages))
-    traffic = find_traffic(found, len(stages))
-    made = ()
-    for stage in range(len(stages)):
-        made = write_program(found, stage, traffic, model, torch.device("cpu")).run(made, tuple(inputs.values()))
-    return made
-
-
-def test_programs_run_modules_whole_and_ops_between():
-    model, inputs = masked()
-    (output,) = chained(model, inputs, [["first"], ["second"], ["third"]])
-    assert torch.equal(output, model(**inputs))
 
 
 def test_what_is_the_same_in_every_run_is_not_read_again():

@@ -7,6 +7,7 @@ from torch import nn
 from autoshard.capture.capture import capture
 from autoshard.profile.measure import live_bytes, optimizer_step_bytes, profile_graph
 from autoshard.workload import Workload
+from tests.live_bytes import LiveBytes
 from tests.models import by_name
 from tests.profile.handmade import Builder
 
@@ -110,32 +111,6 @@ def test_a_parameter_nobody_reads_has_no_gradient():
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam", "adamw"])
 def test_optimizer_step_takes_what_is_said(name):
     """Count what torch allocates in a step, storage by storage."""
-    import weakref
-
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Counter(TorchDispatchMode):
-        live = peak = 0
-
-        def __init__(self, known):
-            super().__init__()
-            self.known = known
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            storage = out.untyped_storage() if isinstance(out, torch.Tensor) else None
-            if storage is not None and storage._cdata not in self.known:
-                key, size = storage._cdata, storage.nbytes()
-                self.known.add(key)
-                self.live += size
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self.gone, key, size)
-            return out
-
-        def gone(self, key, size):
-            self.known.discard(key)
-            self.live -= size
-
     parameters = [nn.Parameter(torch.randn(size)) for size in (300, 1000, 50)]
     make = {
         "sgd": lambda: torch.optim.SGD(parameters, lr=0.1),
@@ -148,10 +123,10 @@ def test_optimizer_step_takes_what_is_said(name):
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-        known = {t.untyped_storage()._cdata for t in [*parameters, *(p.grad for p in parameters), *state]}
-        with Counter(known) as counter:
+        known = [*parameters, *(p.grad for p in parameters), *state]
+        with LiveBytes(known) as live:
             optimizer.step()
-    assert counter.peak == optimizer_step_bytes([1200, 4000, 200], name)
+    assert live.peak - sum(tensor.nbytes for tensor in known) == optimizer_step_bytes([1200, 4000, 200], name)
 
 
 CACHES = {
