@@ -43,14 +43,6 @@ def test_whole_example(name):
     assert SAYS[name] in done.stdout and "does not fit" in done.stdout and "per forward" in done.stdout, done.stdout
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAUNCHES)
-def test_example_launches_processes(name):
-    done = run(f"examples/{name}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert SAYS[name] in done.stdout, done.stdout
-
-
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example(path):
     done = run_script(str(path), *SHORTER.get(path.name, ()))
@@ -59,6 +51,7 @@ def test_example(path):
 
 
 UNDER_TORCHRUN = ("column_parallel.py", "ddp.py")
+LAUNCHER = ("-m", "autoshard", "run", "--processes", "2")
 
 
 @pytest.mark.parametrize("name", UNDER_TORCHRUN)
@@ -69,9 +62,11 @@ def test_example_on_two_processes(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", UNDER_TORCHRUN)
-def test_example_under_torchrun(name):
-    done = run("-m", "autoshard", "run", "--processes", "2", f"examples/{name}")
+@pytest.mark.parametrize(
+    ("name", "launcher"), [*((name, LAUNCHER) for name in UNDER_TORCHRUN), *((name, ()) for name in LAUNCHES)]
+)
+def test_example_in_processes_of_its_own(name, launcher):
+    done = run(*launcher, f"examples/{name}")
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[name] in done.stdout, done.stdout
 

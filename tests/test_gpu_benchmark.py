@@ -31,16 +31,6 @@ def test_all_ways_are_equal(gpu):
     assert max(row.error for row in rows) < 1e-5
 
 
-def test_a_part_that_fails_is_a_row(gpu, monkeypatch):
-    def broken(machine):
-        yield gpu.Row(part="links", case="first")
-        raise ValueError("no such link")
-
-    monkeypatch.setitem(gpu.PARTS, "links", broken)
-    rows = rows_of(gpu, "links")
-    assert [row.failed for row in rows] == ["", "ValueError: no such link"]
-
-
 @pytest.mark.slow
 def test_memory_is_predicted(gpu):
     rows = rows_of(gpu, "memory")

@@ -1,7 +1,6 @@
 """A capture leaves no trace, whatever the forward does and whether or not it fails."""
 
 import contextlib
-import functools
 import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -154,66 +153,6 @@ def test_arguments_are_as_they_were():
     assert len(graph.inputs) == 1
     outputs, _ = replay(graph, model, (x, cache, log, options))
     assert torch.equal(outputs[0], model(x, cache, log, options))
-
-
-class Table(dict):
-    """As some libraries put in the place of a module's own."""
-
-
-def test_tables_of_another_type_are_put_back():
-    layer = nn.Linear(4, 4)
-    layer._parameters = Table(layer._parameters)
-    before = dict(layer.named_parameters())
-    capture(layer, torch.ones(1, 4))
-    after = dict(layer.named_parameters())
-    assert type(layer._parameters) is Table and all(after[name] is before[name] for name in before)
-
-
-TABLES: dict[int, tuple] = {}
-
-
-class Helper:
-    """An object on a module that keeps what it made."""
-
-    def __init__(self):
-        self.made = None
-
-
-class Remembers(nn.Module):
-    """Takes a table that it makes of a weight from somewhere else than its attributes, if it was made already."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.weight, self.way = nn.Parameter(-torch.ones(4)), way
-        self.helper = Helper()
-
-    @functools.lru_cache(maxsize=4)  # noqa: B019
-    def cached(self, n):
-        return {"of": [self.weight.detach() * n]}
-
-    def table(self, n):
-        if self.way == "function":
-            return self.cached(n)["of"][0]
-        if self.way == "dict":
-            if n not in TABLES:
-                TABLES[n] = (self.weight.detach() * n, n)
-            return TABLES[n][0]
-        if self.helper.made is None:
-            self.helper.made = self.weight.detach() * n
-        return self.helper.made
-
-    def forward(self, x, stop=False):
-        table = self.table(x.shape[0])
-        return x * 2 if stop and table.sum() > 0 else x + table
-
-
-@pytest.mark.parametrize("stop", [False, True])
-@pytest.mark.parametrize("way", ["function", "dict", "object"])
-def test_no_tensor_without_values_is_handed_to_the_next_forward(way, stop):
-    TABLES.clear()
-    model, x = Remembers(way), torch.randn(3, 4)
-    assert capture(model, (x, stop)).level == ("real" if stop else "fake")
-    assert torch.equal(model(x), x + model.weight * 3)
 
 
 class KeepsOutside(nn.Module):

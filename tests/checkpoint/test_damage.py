@@ -62,10 +62,7 @@ def spoil(data: bytes, chance: random.Random) -> bytes:
             changed[begin:begin] = part
         elif kind == 4:
             other = chance.randrange(len(changed))
-            changed[begin : begin + length], changed[other : other + length] = (
-                changed[other : other + length],
-                part,
-            )
+            changed[begin : begin + length], changed[other : other + length] = (changed[other : other + length], part)
         else:
             changed[begin : begin + length] = bytes([chance.choice((0, 32, 48, 255))]) * len(part)
     return bytes(changed)

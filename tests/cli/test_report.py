@@ -143,14 +143,7 @@ def test_alike_devices_are_folded():
 
 def test_modules_are_folded(profile):
     rows = [(row.depth, row.label, row.count) for row in module_rows(profile, 3)]
-    assert rows == [
-        (0, "embed", 1),
-        (0, "blocks", 1),
-        (1, "0-6", 7),
-        (2, "up", 1),
-        (2, "down", 1),
-        (0, "head", 1),
-    ]
+    assert rows == [(0, "embed", 1), (0, "blocks", 1), (1, "0-6", 7), (2, "up", 1), (2, "down", 1), (0, "head", 1)]
     assert [row.label for row in module_rows(profile, 1)] == ["embed", "blocks", "head"]
 
 

@@ -53,10 +53,7 @@ def test_a_device_map_needs_the_model_named(net, tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
-        (("--image", "gif"), "write svg or png"),
-        (("-o", "no/such/folder/page.html"), "Choose a folder that exists"),
-    ],
+    [(("--image", "gif"), "write svg or png"), (("-o", "no/such/folder/page.html"), "Choose a folder that exists")],
 )
 def test_what_makes_no_sense_is_refused(net, arguments, words):
     done = run("report", net, "-d", "2xT4", "--no-compare", "--no-what-if", *arguments)

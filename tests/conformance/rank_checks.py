@@ -125,11 +125,7 @@ def check_forward(name: str, whole: nn.Module, model: nn.Module, plan: autoshard
         if not number:
             reduces, gathers = collectives(plan.cuts)
             if case.name not in VARYING:
-                assert counts == {"all_reduce": reduces, GATHER: gathers}, (
-                    name,
-                    counts,
-                    plan.reasons,
-                )
+                assert counts == {"all_reduce": reduces, GATHER: gathers}, (name, counts, plan.reasons)
             said = f"{counts['all_reduce']} all-reduces, {counts[GATHER]} gathers"
             assert not reduces or f"{reduces} all-reduce" in plan.reasons[0], plan.reasons
     return said

@@ -20,11 +20,7 @@ from tests.runtime.test_results import Model
 
 CASES = {case.name: case for case in HF_CASES}
 MORE = ["llama-tied", "gpt2", "phi3", "gemma2", "bloom", "mixtral"]
-MESHES = {
-    "pp x tp": Mesh(pp=2, tp=2),
-    "dp x pp": Mesh(dp=2, pp=2),
-    "dp x pp x tp": Mesh(dp=2, pp=2, tp=2),
-}
+MESHES = {"pp x tp": Mesh(pp=2, tp=2), "dp x pp": Mesh(dp=2, pp=2), "dp x pp x tp": Mesh(dp=2, pp=2, tp=2)}
 
 
 def make(name):

@@ -93,8 +93,7 @@ def figures(profile):
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
 @pytest.mark.parametrize(
-    "kind, make",
-    [(Decoder, decoder), (Pictures, pictures), (Queries, sequences), (Relative, sequences)],
+    "kind, make", [(Decoder, decoder), (Pictures, pictures), (Queries, sequences), (Relative, sequences)]
 )
 def test_a_part_costs_what_a_run_with_as_many_rows_costs(kind, make, mode):
     model, workload = kind(), Workload(mode=mode)
