@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from autoshard.report.words import fold, fold_paths, members
+from autoshard.report.words import fold
 from tests.cli.test_commands import command
 
 MODEL = """
@@ -130,17 +130,6 @@ def test_axes_are_those_of_a_forward(file):
 )
 def test_numbers_are_folded(paths, folded):
     assert fold(paths) == folded
-
-
-def test_many_paths_are_cut_short():
-    assert fold_paths(["a", "b", "c", "d", "e"]) == "a, b, c and 2 more"
-
-
-def test_members_in_words():
-    heads = [("s.q.weight", 0, 2, False), ("s.q.bias", 0, 1, False), ("s.o.weight", 1, 2, False)]
-    assert members(heads) == ("s", "q rows; o columns")
-    assert members([("s.fused", 0, 3, True), ("bias", 0, 1, False)]) == ("s", "a part of the dimension 0 of fused")
-    assert members([("weight", 0, 2, False), ("bias", 0, 1, False)]) == ("", "rows")
 
 
 def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):

@@ -16,7 +16,7 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.plan import Mesh, Plan, PlanDevice
 from autoshard.report.devices import print_devices, print_hardware
-from autoshard.report.rows import cut_bar, device_runs, holders, module_rows, placed_rows, transfer_rows
+from autoshard.report.rows import cut_bar, holders, placed_rows, transfer_rows
 from autoshard.report.terminal import print_plan, print_profile
 from autoshard.workload import Workload
 
@@ -132,21 +132,6 @@ def test_folding_loses_nothing(depth, data):
 FOLDED_PROFILE = autoshard.profile(Net(5), torch.arange(6).reshape(1, 6))
 
 
-def test_alike_devices_are_folded():
-    unused = [device(f"cuda:{i}", compute=0) for i in range(1, 4)]
-    few = [device("cuda:0", parameter=GIB), *unused]
-    assert [label for _, label in device_runs(few)] == ["cuda:0", "cuda:1-3"]
-    many = [device(f"cuda:{i}", parameter=GIB) for i in range(20)] + [device("cpu", parameter=GIB)]
-    assert [label for _, label in device_runs(many)] == ["cuda:0-19", "cpu"]
-    assert len(device_runs(many[:16])) == 16
-
-
-def test_modules_are_folded(profile):
-    rows = [(row.depth, row.label, row.count) for row in module_rows(profile, 3)]
-    assert rows == [(0, "embed", 1), (0, "blocks", 1), (1, "0-6", 7), (2, "up", 1), (2, "down", 1), (0, "head", 1)]
-    assert [row.label for row in module_rows(profile, 1)] == ["embed", "blocks", "head"]
-
-
 def test_transfers_are_merged():
     def transfer(nbytes, backward=False, **names):
         return Transfer(source="a", destination="b", nbytes=nbytes, seconds=0.001, backward=backward, **names)
@@ -234,12 +219,6 @@ Why
 Notes
   - Noted.
 """
-
-
-def test_over_full_devices_are_said_to_be(profile):
-    estimate = estimate_of(device("cuda:0", parameter=12 * GIB))
-    text = shown(print_plan, plan_of({"": "cuda:0"}), estimate, profile)
-    assert "it does not fit" in text and "-2.00 GiB" in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -63,22 +63,10 @@ def test_example_inputs_may_take_the_shape_of_the_workload(tmp_path):
         load(tmp_path, text, workload=Workload(batch_size=5, sequence_length=7))
 
 
-def test_shapes_that_the_inputs_ignore_are_refused(tmp_path):
-    text = "model = nn.Linear(3, 4)\nexample_inputs = torch.zeros(2, 3)\n"
-    with pytest.raises(SpecError, match="--batch has no effect"):
-        load(tmp_path, text, workload=Workload(batch_size=5))
-
-
 def test_files_import_their_neighbours(tmp_path):
     (tmp_path / "my_layers_of_this_test.py").write_text(HEADER + "class Mine(nn.Linear):\n    pass\n")
     target = load(tmp_path, "from my_layers_of_this_test import Mine\nmodel = Mine(2, 2)\n")
     assert type(target.model).__name__ == "Mine"
-
-
-def test_weights_are_not_allocated(tmp_path):
-    """Eight terabytes: it could not be built otherwise."""
-    target = load(tmp_path, "model = nn.Sequential(*[nn.Linear(2**18, 2**18) for _ in range(32)])")
-    assert sum(p.nbytes for p in target.model.parameters()) > 8 * 2**40
 
 
 def test_with_weights(tmp_path):
@@ -226,10 +214,8 @@ def whisper(folder, **more):
         path.write_text(json.dumps({**data, **more}))
 
 
-@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
-def test_a_speech_model_in_half_precision_is_planned_from_its_configuration(tmp_path, key):
-    whisper(tmp_path, dtype=None)
-    whisper(tmp_path, **{"dtype": None, key: "float16"})
+def test_a_speech_model_in_half_precision_is_planned_from_its_configuration(tmp_path):
+    whisper(tmp_path, dtype=None, torch_dtype="float16")
     shown = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), "-d", "2x1GiB", "--json"])
     assert shown.exit_code == 0, shown.output
     target = load_target(str(tmp_path), Workload(assumed=True))
