@@ -88,45 +88,6 @@ def test_checkpoints_are_recomputed_in_backward(mode):
     assert all(op.backward for op in graph.ops[again[0].begin : again[0].end])
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return grad * x * 2
-
-
-class Custom(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return {"loss": Square.apply(self.layer(x)).mean(), "other": x.sum()}
-
-
-def test_custom_function_and_own_loss():
-    graph = check_training(Custom(), torch.randn(3, 4))
-    assert (
-        len([op for op in graph.ops if op.target is aten.sum.default and not op.backward]) == 1
-    )  # its own loss is used
-
-
-def test_dropout_in_training_mode():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4)).train()
-    inputs = torch.randn(3, 4)
-    graph = capture(model, inputs, workload=TRAINING)
-    torch.manual_seed(3)
-    outputs, gradients = replay(graph, model, inputs)
-    torch.manual_seed(3)
-    expected, own = own_answer(model, inputs, training=True)
-    assert bitwise(outputs[0], expected[0]) and all(bitwise(gradients[name], own[name]) for name in own)
-
-
 def test_nothing_to_train():
     model = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(CaptureError, match="can't be trained"):

@@ -128,13 +128,6 @@ def test_sites_tell_function_place_and_tensors():
     assert all(before.end <= after.begin for before, after in zip(graph.sites, graph.sites[1:], strict=False))
 
 
-def test_calls_tell_where_their_tensors_are():
-    graph = capture(Outer(), torch.randn(2, 3, 8), composite=True)
-    (call,) = [call for call in graph.calls if call.path == "block"]
-    assert call.input_paths == ("0.0", "1.scale") and call.output_paths == ("out", "parts.0")
-    assert len(call.inputs) == len(call.outputs) == 2
-
-
 def test_modules_that_look_for_overrides_take_the_path_they_take_under_a_mode():
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
     graph = capture(layer, torch.randn(2, 3, 8), composite=True)

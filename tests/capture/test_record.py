@@ -80,11 +80,6 @@ def test_lifetimes_by_hand():
     }
 
 
-def test_flops_are_counted():
-    graph = capture(Small(), torch.randn(3, 4))
-    assert [op.flops for op in ops_of(graph, aten.addmm.default)] == [2 * 3 * 4 * 8, 2 * 3 * 8 * 4]
-
-
 class Attends(nn.Module):
     def forward(self, query, key, value):
         return F.scaled_dot_product_attention(query, key, value)
@@ -133,31 +128,6 @@ def test_a_recorded_run_is_a_module_of_fx():
     assert all("val" in node.meta for node in module.graph.nodes if node.op in ("placeholder", "get_attr"))
     other, _ = torch.fx.Interpreter(capture(Small(), x).module(model)).run(x)
     assert bitwise(other[0], found)
-
-
-class Twice(nn.Module):
-    """A module called twice, one called only if asked, one never."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared = nn.Linear(4, 4)
-        self.alias = self.shared
-        self.sometimes = nn.Linear(4, 4)
-        self.never = nn.Linear(4, 4)
-
-    def forward(self, x, often: int):
-        for _ in range(often):
-            x = self.shared(x)
-        return self.sometimes(x) if often > 2 else x
-
-
-def test_module_called_twice_conditionally_never():
-    graph = check_forward(Twice(), (torch.randn(2, 4), 2))
-    assert [call.path for call in graph.calls] == ["", "shared", "shared"]
-    graph = check_forward(Twice(), (torch.randn(2, 4), 3))
-    assert [call.path for call in graph.calls] == ["", "shared", "shared", "shared", "sometimes"]
-    assert next(module for module in graph.modules if module.path == "shared").aliases == ("alias",)
-    assert {"shared.weight", "alias.weight", "never.weight"} <= {tensor.name for tensor in graph.tensors}
 
 
 class Tied(nn.Module):

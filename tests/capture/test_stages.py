@@ -63,20 +63,6 @@ def test_a_tied_parameter_is_held_by_both_and_a_mask_is_read_by_both(graph):
     assert not staged.problems
 
 
-def test_what_is_returned_early_crosses_to_the_last_stage():
-    class Early(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            first = self.a(x)
-            return first, self.b(x)
-
-    staged = divide(capture(Early(), torch.ones(2, 4)), (("a",), ("b",)))
-    assert [(c.source, c.readers) for c in staged.crossings] == [(0, (1,))]
-
-
 def test_writing_into_what_an_earlier_stage_made_is_a_problem():
     graph = capture(Writes(), torch.ones(2, 4))
     (problem,) = divide(graph, (("first",), ("second",))).problems
