@@ -15,6 +15,7 @@ from autoshard.errors import SpecError
 from autoshard.explanation import explain
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
+from tests.models.hf import SMALL, build
 
 
 class Block(nn.Module):
@@ -79,8 +80,8 @@ def test_a_device_says_what_it_holds(placed):
 
 
 def test_a_cut_and_what_stays_whole():
-    case = by_name("llama")
-    model, inputs = case.model(), case.example()
+    model = build("LlamaForCausalLM", "LlamaConfig", {**SMALL, "num_hidden_layers": 1})
+    inputs = by_name("llama").example()
     cluster = slow_devices(2)
     plan = autoshard.plan(model, cluster, inputs=inputs, strategy="column-parallel")
     profile = autoshard.profile(model, inputs)

@@ -25,6 +25,7 @@ def rows_of(gpu, *parts):
         return gpu.run_parts(gpu.Machine(home="cpu:0", other="cpu:1", scale=1, devices=devices), parts)
 
 
+@pytest.mark.slow
 def test_all_ways_are_equal(gpu):
     rows = rows_of(gpu, "equal")
     assert len(rows) == 6 and not any(row.failed for row in rows)

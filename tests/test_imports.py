@@ -113,14 +113,25 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 assert CliRunner().invoke(app, ["devices", "8xH100"]).exit_code == 0
 print(*sorted(set(sys.modules) - before))
+import autoshard.plan, autoshard.simulate, autoshard.verify
+import autoshard.profile.measure, autoshard.capture.capture
+model, x = torch.nn.Linear(4, 4), torch.ones(1, 4)
+plan = autoshard.plan(model, "1x1MiB", inputs=x)
+autoshard.estimate(plan, autoshard.profile(model, x), "1x1MiB")
+from autoshard.plan import Plan
+print(*[n for n in autoshard.__all__ if n[0].islower() and type(getattr(autoshard, n)).__name__ != "function"])
 """
 
 
-def test_import_is_light():
-    """The package comes with little, and help and devices without transformers, the compiler or distributed tensors."""
+def test_import_is_light_and_public_names_stay_calls():
+    """The package comes with little, and help and devices without transformers, the compiler or distributed tensors.
+
+    `autoshard.plan` is a call and a package: whatever is imported, in whatever order, the name stays the call.
+    """
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     done = subprocess.run([sys.executable, "-c", STARTS], capture_output=True, text=True, check=True, env=environment)
-    package, command = map(str.split, done.stdout.splitlines())
+    package, command, no_calls = map(str.split, done.stdout.split("\n")[:3])
+    assert not no_calls
     assert "autoshard" in package and "autoshard.cli.main" in command
     heavy = [module for module in package if module.startswith(HEAVY)]
     assert not heavy, f"import autoshard also imports {heavy}"

@@ -46,12 +46,19 @@ def test_no_process_group_outlives_its_destruction(tmp_path):
     assert (done.returncode, done.stdout) == (0, "gone\n"), done.stderr[-2000:]
 
 
+COMMAND = """
+import atexit, gc, autoshard_command
+atexit.register(lambda: print("collecting" if gc.isenabled() else "not collecting"))
+autoshard_command.run()
+"""
+
+
 def test_a_command_says_nothing_at_its_end():
     """Libraries in C++ report objects that are there when all is over, as after `gc.freeze` they are."""
-    command = "from autoshard_command import run; run()"
     asked = ("verify", "examples/model.py:small", "--devices", "2x64MiB", "--strategy", "column-parallel")
     done = subprocess.run(
-        [sys.executable, "-c", command, *asked], capture_output=True, text=True, timeout=300, cwd=ROOT,
+        [sys.executable, "-c", COMMAND, *asked], capture_output=True, text=True, timeout=300, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), done.stderr[-2000:]
+    assert done.stdout.endswith("\ncollecting\n"), "the collector was off for the imports only"

@@ -1,5 +1,7 @@
 """Plans are said as a `tp_plan`, and one is carried out: what is written is cut, or refused with the reason."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,22 +10,29 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.tp_plan import cut_dim, matches, pattern_of
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
+from tests.models.hf import SMALL, build
+from tests.runtime.cut_models import CASES
 
 
-def planned(name, **settings):
-    case = by_name(name)
-    model, inputs = case.model(), case.example()
-    return model, inputs, autoshard.plan(model, slow_devices(2), inputs=inputs, strategy="column-parallel", **settings)
+def small():
+    """A decoder with one layer, and inputs."""
+    config = {**SMALL, "num_hidden_layers": 1, "num_key_value_heads": 2}
+    return build("LlamaForCausalLM", "LlamaConfig", config), by_name("llama").example()
+
+
+def planned(model, inputs, devices=2, **settings):
+    return autoshard.plan(model, slow_devices(devices), inputs=inputs, strategy="column-parallel", **settings)
 
 
 def test_the_cuts_of_a_llama_are_those_that_transformers_has_written():
-    model, _, plan = planned("llama")
+    model, inputs = small()
+    plan = planned(model, inputs)
     written = {key: style for key, style in model._tp_plan.items() if "layers" in key or "head" in key}
     found = plan.tp_plan
     assert written.items() <= found.items(), set(written.items()) - set(found.items())
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_a_written_plan_is_carried_out(name):
     case = by_name(name)
     model, inputs = case.model(), case.example()
@@ -44,15 +53,20 @@ def test_a_written_plan_is_carried_out(name):
     assert plan.tp_plan == written
 
 
-def test_what_cannot_be_said_names_the_block():
-    _, _, plan = planned("gpt2")
-    with pytest.raises(PlanError, match=r"can't be said as a tp_plan: in transformer\.h\.0"):
-        plan.tp_plan  # noqa: B018
-    _, _, plan = planned("convnext")
-    with pytest.raises(PlanError, match=r"in convnext\..*, weight is cut along dimension 0"):
-        plan.tp_plan  # noqa: B018
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("fused", "in the model itself, heads of the block must be smaller"),
+        ("means", "up.weight is cut along dimension 0"),
+        ("words", "its shares differ"),
+    ],
+)
+def test_what_cannot_be_said_names_the_block(case, words):
+    whole = autoshard.Plan.from_device_map({"": "cpu"})
+    with pytest.raises(PlanError, match=f"can't be said as a tp_plan: .*{words}"):
+        replace(whole, cuts=CASES[case].cuts(2)).tp_plan  # noqa: B018
     with pytest.raises(PlanError, match="cuts no parameters"):
-        autoshard.Plan.from_device_map({"": "cpu"}).tp_plan  # noqa: B018
+        whole.tp_plan  # noqa: B018
 
 
 @pytest.mark.parametrize(
@@ -65,21 +79,19 @@ def test_what_cannot_be_said_names_the_block():
 )
 def test_a_written_plan_that_makes_no_sense(written, words):
     with pytest.raises(PlanError, match=words):
-        planned("llama", tp_plan=written)
+        planned(*small(), tp_plan=written)
 
 
 def test_what_is_written_and_cannot_be_cut_is_refused():
-    case = by_name("llama")
     written = {"model.layers.*.self_attn.q_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
-    devices = slow_devices(7)  # nothing in it is a multiple of 7, and one process cuts evenly
-    with pytest.raises(PlanError, match="7"):
-        autoshard.plan(case.model(), devices, inputs=case.example(), strategy="column-parallel", tp_plan=written)
+    with pytest.raises(PlanError, match="7"):  # nothing in it is a multiple of 7, and one process cuts evenly
+        planned(*small(), devices=7, tp_plan=written)
 
 
 def test_a_tp_plan_wants_its_strategy():
-    case = by_name("llama")
+    model, inputs = small()
     with pytest.raises(SpecError, match="column-parallel"):
-        autoshard.plan(case.model(), slow_devices(2), inputs=case.example(), tp_plan={})
+        autoshard.plan(model, slow_devices(2), inputs=inputs, tp_plan={})
 
 
 def test_patterns():

@@ -86,9 +86,9 @@ def check_degrees(model, degrees):
 @pytest.mark.parametrize("heads, groups, cut", [
     (32, 8, {2, 3, 4, 8}),
     pytest.param(28, 4, {2, 3, 4}, marks=pytest.mark.slow),
-    (25, 25, {2, 3, 5}),
+    pytest.param(25, 25, {2, 3, 5}, marks=pytest.mark.slow),
     pytest.param(40, 10, {2, 3, 5}, marks=pytest.mark.slow),
-    (32, 2, {2, 4}),
+    pytest.param(32, 2, {2, 4}, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_grouped_heads(heads, groups, cut):
     said = check_degrees(grouped(heads, groups), sorted(cut))
