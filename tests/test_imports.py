@@ -15,7 +15,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms on lower floors, and its own files. Everything on floor 0 is data and may be imported by all.
 FLOORS = (
     "errors batching choices sizes nested workload plan plan_cuts plan_reading placement module_paths files fingerprint"
-    " packed notebook plan_summary progress collector host_memory source_lines torch_private layout sharding start tp_plan",
+    " packed notebook plan_summary progress collector host_memory source_lines torch_private layout sharding"
+    " start tp_plan",
     "schedules",
     "capture cluster runtime",
     "profile axes simulate checkpoint pipelines",
