@@ -1,7 +1,8 @@
 """Everything that depends on the type of a device: does it exist, how is it copied to, which one is current."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,20 @@ def current_index(device: torch.device) -> int | None:
 def set_current(device: torch.device, index: int) -> None:
     """Make `index` the current device of this type."""
     torch.get_device_module(device.type).set_device(index)
+
+
+@contextmanager
+def current(device: torch.device) -> Iterator[None]:
+    """Inside, an accelerator is the current one of its type; of others there is none."""
+    before = current_index(device) if is_accelerator(device) else None
+    if before is None or before == device.index:
+        yield
+        return
+    set_current(device, device.index)
+    try:
+        yield
+    finally:
+        set_current(device, before)
 
 
 def make_current(device: torch.device) -> None:

@@ -14,7 +14,7 @@ and a deep copy of the model has hooks of its own.
 
 import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,9 +26,9 @@ from torch.nn.utils.rnn import PackedSequence
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors, tensors_in
-from autoshard.runtime.devices import copy_tensor, current_index, set_current
+from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.moves import share_memory
-from autoshard.runtime.state import Call, Runtime
+from autoshard.runtime.state import Runtime
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
 """Classes of arguments in which there is no tensor."""
@@ -96,11 +96,11 @@ class Hook:
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
         """Call a forward with its arguments at home, guarded if it has to be."""
-        outermost = self.is_outermost()
-        if outermost:
-            self.runtime.copies.begin()
-        call = Call()
-        try:
+        outermost, device, runtime = self.is_outermost(), None, self.runtime
+        with contextlib.ExitStack() as around:
+            if outermost:
+                runtime.copies.begin()
+                around.callback(runtime.end_run)
             values = (*args, *kwargs.values())
             moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
             if self.home is not None:
@@ -110,17 +110,16 @@ class Hook:
             guard = replace(self.guard or Guard(), writes_back=True) if outermost else self.guard
             if guard is None:
                 return forward(*args, **kwargs)
-            if outermost:
-                call.output_device = _device_of_caller(values)
-            if guard.writes_back:
-                call.copied = [(source, copy, copy._version) for source, copy in moved.values()]
-            self.enter(call, guard)
+            device = _device_of_caller(values) if outermost else None
+            runtime.local.calls.append(device)
+            around.callback(runtime.local.calls.pop)
+            if guard.writes_back and moved:
+                around.callback(self.bring_back, [(*pair, pair[1]._version) for pair in moved.values()])
+            self.set_up(guard, around)
             output = forward(*args, **kwargs)
-        finally:
-            self.leave(call, outermost)
         if isinstance(output, types.GeneratorType):
-            return self.steps(output, call.output_device)
-        return output if call.output_device is None else to_device(output, call.output_device)
+            return self.steps(output, device)
+        return output if device is None else to_device(output, device)
 
     def steps(self, generator: Iterator[Any], device: torch.device | None) -> Iterator[Any]:
         """Run each step of a generator output as the forward of its module runs."""
@@ -161,51 +160,32 @@ class Hook:
                 return True
         return False
 
-    def enter(self, call: Call, guard: Guard) -> None:
-        """Set up the guard for a call."""
-        self.runtime.local.calls.append(call)
-        current = guard.current
-        if current is not None:
-            before = current_index(current)
-            if before is not None and before != current.index:
-                call.current = current, before
-                set_current(current, current.index)
+    def set_up(self, guard: Guard, around: contextlib.ExitStack) -> None:
+        """Set up the guard for a call; `around` takes it down again."""
+        if guard.current is not None:
+            around.enter_context(current(guard.current))
         if guard.watched:
-            self.runtime.watch(guard.target)
-            call.watched = True
+            around.enter_context(self.runtime.watching(guard.target))
         if self.runtime.unfused and torch.backends.mha.get_fastpath_enabled():
-            call.unfused = True
             torch.backends.mha.set_fastpath_enabled(False)
+            around.callback(torch.backends.mha.set_fastpath_enabled, True)
 
-    def leave(self, call: Call, outermost: bool) -> None:
-        """Take down what `enter` set up, as far as it got."""
-        calls = self.runtime.local.calls
-        if call in calls:
-            calls.remove(call)
-        if call.unfused:
-            torch.backends.mha.set_fastpath_enabled(True)
-        if call.watched:
-            self.runtime.unwatch()
-        if call.current is not None:
-            set_current(*call.current)
-        try:
-            for source, copy, version in call.copied:
-                if copy._version != version:
-                    self.check_alone(source, call)
-                    self.runtime.copies.write_back(source, copy)
-        finally:
-            if outermost and not calls:
-                self.runtime.copies.end()
+    def bring_back(self, copied: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
+        """Bring what was written into copies of arguments to their sources: (source, copy, its version before).
 
-    def check_alone(self, written: torch.Tensor, call: Call) -> None:
-        """Raise `ApplyError` if another argument has memory of the one that was written: its copy has old values."""
-        for source, _, _ in call.copied:
-            if source is not written and share_memory(source, written):
-                raise ApplyError(
-                    f"{self.path or 'the model'} changes an argument of shape {list(written.shape)} in place, and "
-                    f"another one, of shape {list(source.shape)}, is a view of the same memory. They were copied to "
-                    f"{self.home} one by one, so the other one kept old values. Give it copies (clone())."
-                )
+        Raises `ApplyError` if another argument has memory of one that was written: its copy has old values.
+        """
+        for written, copy, version in copied:
+            if copy._version == version:
+                continue
+            for source, _, _ in copied:
+                if source is not written and share_memory(source, written):
+                    raise ApplyError(
+                        f"{self.path or 'the model'} changes an argument of shape {list(written.shape)} in place, and "
+                        f"another one, of shape {list(source.shape)}, is a view of the same memory. They were copied "
+                        f"to {self.home} one by one, so the other one kept old values. Give it copies (clone())."
+                    )
+            self.runtime.copies.write_back(written, copy)
 
 
 class RootHook(Hook):

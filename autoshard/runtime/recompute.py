@@ -7,8 +7,8 @@ were, and lists, dicts and objects (caches) that a forward changes are given to 
 import copy
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class Recompute:
         if not self.selective:
             return nullcontext(), self
         first, again = create_selective_checkpoint_contexts(_KeepCostly())
-        return first, _Both(self, again)
+        return first, _both(self, again)
 
     def __enter__(self) -> None:
         """The module runs again, in backward: nothing is to be saved for a third time."""
@@ -103,19 +103,10 @@ class Recompute:
         self.local.again -= 1
 
 
-class _Both:
-    """Two contexts, one inside of the other."""
-
-    def __init__(self, outer: Any, inner: Any) -> None:
-        self.outer, self.inner = outer, inner
-
-    def __enter__(self) -> None:
-        self.outer.__enter__()
-        self.inner.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        self.outer.__exit__(*error)
+@contextmanager
+def _both(outer: Any, inner: Any) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}

@@ -12,8 +12,7 @@ the optimizer and state dicts know the model only.
 
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from autoshard.module_paths import find_scripted
 from autoshard.packed import own_attributes
 from autoshard.runtime.around import Around
 from autoshard.runtime.chunks import Part
-from autoshard.runtime.devices import copy_tensor, current_index, is_accelerator, set_current
+from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.microbatches import Divide, keep_last, run_part, written_places
 from autoshard.runtime.moves import named_tensors
@@ -57,14 +56,14 @@ class Scatter(Divide):
         outputs, replica, name = [], module, type(module).__name__
         for device, (args, kwargs) in zip(devices[1:], given[1:], strict=True):
             replica = replica_of(module, device)
-            with _current(device):
+            with current(device):
                 outputs.append(run_part(replica.forward, args, kwargs, name))
         outputs.insert(0, run_part(forward, *given[0], name))
         for path, owner, place, own in written_places(self.division.batch.written, module):  # the last part's stay
             last = replica.get_submodule(path)._buffers[place]
             owner._buffers[place] = None if last is None else copy_tensor(last.detach(), devices[0])
             keep_last(owner, place, own)
-        home = self.runtime.local.calls[-1].output_device or devices[0]
+        home = self.runtime.local.calls[-1] or devices[0]
         return [to_device(one, home) for one in outputs]
 
     def shares(self, rows: int) -> Sequence[int]:
@@ -108,17 +107,3 @@ def _counterpart(
     if type(value) in (dict, OrderedDict):
         return type(value)((key, _counterpart(item, device, tensors, shells)) for key, item in value.items())
     return value
-
-
-@contextmanager
-def _current(device: torch.device) -> Iterator[None]:
-    """Inside, an accelerator is the current one."""
-    before = current_index(device) if is_accelerator(device) else None
-    if before is None or before == device.index:
-        yield
-        return
-    set_current(device, device.index)
-    try:
-        yield
-    finally:
-        set_current(device, before)

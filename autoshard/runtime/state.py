@@ -1,8 +1,9 @@
 """What the hooks of one applied model share: copies, calls in progress, and what is known of the model's tree."""
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,29 +15,13 @@ from autoshard.runtime.copies import Copies
 from autoshard.runtime.streaming import Streams
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """A guarded module call in progress: what has to be undone after it.
-
-    Attributes:
-        current: an accelerator, and which one was the current one before.
-        watched, unfused: its ops are watched; fused paths of torch were switched off for it.
-        copied: (source, copy, version of the copy) of its arguments, if what is written into copies is brought back.
-        output_device: where its outputs go, None if they stay.
+class _Local(threading.local):
+    """Per thread: where outputs of the guarded calls in progress go (None: they stay), innermost last; the watcher, if
+    any; and whether a call is divided.
     """
 
-    current: tuple[torch.device, int] | None = None
-    watched: bool = False
-    unfused: bool = False
-    copied: list[tuple[torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
-    output_device: torch.device | None = None
-
-
-class _Local(threading.local):
-    """Per thread: the guarded calls in progress, innermost last, the watcher, if any, and whether a call is divided."""
-
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[torch.device | None] = []
         self.watcher: Align | None = None
         self.divides = False
 
@@ -123,18 +108,20 @@ class Runtime:
                     f"{device}. Call autoshard.remove(model) before moving a model, or apply the plan again."
                 )
 
-    def watch(self, target: torch.device | None) -> None:
-        """Watch the torch calls of this thread until `unwatch`, with `target` for those that mix devices."""
-        if self.local.watcher is None:
-            self.local.watcher = Align(self.copies, self.record.placed)
-            self.local.watcher.__enter__()
-        self.local.watcher.homes.append(target)
+    def end_run(self) -> None:
+        """End a run, unless this call of the root was inside of another one."""
+        if not self.local.calls:
+            self.copies.end()
 
-    def unwatch(self) -> None:
-        """Undo the last `watch` of this thread."""
-        watcher = self.local.watcher
-        assert watcher is not None
-        watcher.homes.pop()
-        if not watcher.homes:
-            self.local.watcher = None
-            watcher.__exit__(None, None, None)
+    @contextmanager
+    def watching(self, target: torch.device | None) -> Iterator[None]:
+        """Inside, the torch calls of this thread are watched, with `target` for those that mix devices."""
+        outer = self.local.watcher
+        watcher = self.local.watcher = outer or Align(self.copies, self.record.placed)
+        watcher.homes.append(target)
+        try:
+            with nullcontext() if outer else watcher:
+                yield
+        finally:
+            watcher.homes.pop()
+            self.local.watcher = outer
