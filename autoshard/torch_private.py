@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -166,23 +166,36 @@ class DispatchMode(TorchDispatchMode):
         return False
 
 
+_function_class: Any = torch.autograd.Function
+_apply_of_function: Any = vars(_function_class)["apply"]
+_asked: list[Callable[..., Any]] = []
+
+
 @contextmanager
 def autograd_functions(call: Callable[..., Any]) -> Iterator[None]:
-    """Inside, an `apply` of a `torch.autograd.Function`, which no function mode sees, is that of `call`.
+    """Inside, in all threads, an `apply` of a `torch.autograd.Function`, which no function mode sees, asks `call`.
 
-    It is called with the function, its own `apply`, and the arguments as a tuple and a dict.
+    It is called with the function, what applies it, and the arguments as a tuple and a dict.
     """
-    function_class: Any = torch.autograd.Function
-    usual = vars(function_class)["apply"]
-
-    def apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(function, usual.__get__(None, function), args, kwargs)
-
-    function_class.apply = classmethod(apply)
+    _asked.append(call)
+    _function_class.apply = classmethod(_applied)
     try:
         yield
     finally:
-        function_class.apply = usual
+        _asked.remove(call)
+        if not _asked:
+            _function_class.apply = _apply_of_function
+
+
+def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+    apply: Callable[..., Any] = _apply_of_function.__get__(None, function)
+    for call in tuple(_asked):
+        apply = partial(_ask, call, function, apply)
+    return apply(*args, **kwargs)
+
+
+def _ask(call: Callable[..., Any], function: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return call(function, apply, args, kwargs)
 
 
 def untracked_views() -> Any:

@@ -4,12 +4,14 @@ h (cuda:1) + residual (cuda:0)      ──▶  h + copy of residual on cuda:1
 buffer.add_(update)                 ──▶  the update goes to the buffer, never the other way round
 """
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
 
@@ -40,6 +42,22 @@ class Align(TorchFunctionMode):
         self.copies = copies
         self.rank = {device: index for index, device in enumerate(stages)}
         self.homes: list[torch.device | None] = []
+
+    def __enter__(self) -> "Align":
+        self.thread = threading.get_ident()
+        self.functions = torch_private.autograd_functions(self.apply)
+        self.functions.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.functions.__exit__(None, None, None)
+
+    def apply(self, function: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Apply an `autograd.Function`, a call as any other: its backward must find what it saved on one device."""
+        if threading.get_ident() != self.thread or not _mixes(args, kwargs):
+            return apply(*args, **kwargs)
+        return self.call(apply, args, kwargs)
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
