@@ -2,7 +2,7 @@
 the result with the original.
 """
 
-from autoshard.start import end_quietly, is_command
+from autoshard.common.start import end_quietly, is_command
 
 if is_command():
     end_quietly()
@@ -14,9 +14,9 @@ if torch.distributed.is_available():
     # it late, here and there; a group made before would never end, and its threads can abort a process at its exit.
     import torch.distributed.nn.functional
 
-# Some public calls bear the name of the room they lead to, and importing a submodule binds its name here. So these are
-# imported first and the calls bound after them: `autoshard.plan` is the call, while `from autoshard.plan import Plan`
-# finds the room.
+# Some public calls bear the name of the package they lead to, and importing a submodule binds its name here. So these
+# are imported first and the calls bound after them: `autoshard.plan` is the call, while `from autoshard.plan import
+# Plan` finds the package.
 import autoshard.capture
 import autoshard.plan
 import autoshard.profile
@@ -53,8 +53,8 @@ from autoshard.errors import (
     VerifyError,
 )
 from autoshard.plan import Plan
-from autoshard.reporting import compare, explain, report
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
+from autoshard.report.reporting import compare, explain, report
 
 __version__ = "0.1.0"
 

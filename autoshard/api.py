@@ -7,13 +7,16 @@ import contextlib
 import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from autoshard.choices import (
+from autoshard.common.progress import shown_progress, tell
+from autoshard.engine.estimate import Estimate
+from autoshard.errors import SpecError
+from autoshard.plan import Plan, refuse_priced_alone
+from autoshard.plan.choices import (
     Launch,
     Objective,
     PrecisionName,
@@ -21,29 +24,21 @@ from autoshard.choices import (
     ScheduleName,
     Strategy,
     WeightDtype,
-    check_choices,
-    strategy_named,
 )
-from autoshard.collector import no_collection
-from autoshard.engine.estimate import Estimate
-from autoshard.errors import SpecError
-from autoshard.plan import Plan, refuse_priced_alone
-from autoshard.planning import plan_measured
-from autoshard.progress import shown_progress, tell
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
+from autoshard.search.asked import as_plan, cluster_for, completed, is_device_map, plan_asked, profile_model
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from autoshard.capture.graph import ModelGraph
-    from autoshard.choices import DeviceMap, Inputs, Size
     from autoshard.cluster.cluster import Cluster
     from autoshard.cluster.parse import Devices
     from autoshard.pipelines.schedule import RankSchedule
+    from autoshard.plan.choices import DeviceMap, Inputs, Size
     from autoshard.profile.profile import Profile
     from autoshard.runtime.losses import Loss, Reduction
     from autoshard.runtime.schedule import LocalSchedule
-    from autoshard.search.choose import Chosen
     from autoshard.simulate.devices import SimulatedDevices
     from autoshard.verify import Verification
 
@@ -62,12 +57,7 @@ def capture(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workl
 
 def profile(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "Profile":
     """Measure memory and compute of every module without allocating the model. Raises `CaptureError`."""
-    from autoshard.profile.measure import profile_graph
-
-    asked = workload or Workload(assumed=True)
-    graph = capture(model, inputs, workload=workload)
-    with no_collection():
-        return replace(profile_graph(graph, asked), source=(model, inputs))
+    return profile_model(model, inputs, workload)
 
 
 def plan(
@@ -110,7 +100,7 @@ def plan(
     `compiled`: the modules will be compiled; by default only where tokens are generated. Raises `SpecError`,
     `CaptureError`, or `PlanError` if nothing fits.
     """
-    return _planned(
+    return plan_asked(
         model, devices, inputs, workload, profile,
         strategy=strategy, objective=objective, max_memory=max_memory, pins=pins,
         num_microbatches=num_microbatches, schedule=schedule, tp_plan=tp_plan,
@@ -118,86 +108,6 @@ def plan(
         wishes={"launch": launch, "mesh": mesh, "micro_batch": micro_batch, "recompute": recompute,
                 "precision": precision, "dtype": dtype, "compiled": compiled},
     )  # fmt: skip
-
-
-def _planned(
-    model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, known: "Profile | None" = None, *,
-    max_memory: "Mapping[Any, Size] | None", wishes: Mapping[str, Any] | None = None, **settings: Any,
-) -> Plan:  # fmt: skip
-    """Find the devices, profile the model without allocating it, and plan; `settings` are those of `plan_measured`.
-
-    `known`: the profile, where it was taken already.
-    """
-    settings["strategy"] = strategy_named(settings["strategy"])
-    check_choices(**{name: settings[name] for name in ("strategy", "objective", "schedule")})
-    cluster = cluster_for(devices, max_memory)
-    chosen = chosen_for(
-        model, inputs, workload or Workload(assumed=True), cluster, max_memory=max_memory, wishes=wishes, **settings
-    )
-    if chosen is not None:
-        return chosen.plan
-    measured = measured_for(model, inputs, workload, known)
-    from autoshard.cluster.limits import limited_to
-    from autoshard.search.fewer_bits import with_hint
-
-    plan = plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
-    return with_hint(plan, measured, limited_to(cluster, max_memory))
-
-
-def chosen_for(
-    model: nn.Module, inputs: Any, workload: Workload, cluster: "Cluster", *, strategy: str, objective: str,
-    max_memory: "Mapping[Any, Size] | None" = None, pins: "DeviceMap | None" = None,
-    num_microbatches: int | None = None, schedule: str | None = None, tp_plan: Mapping[str, str] | None = None,
-    assume_independent_rows: bool = False, in_memory: Collection[str] = (), wishes: Mapping[str, Any] | None = None,
-) -> "Chosen | None":  # fmt: skip
-    """Plan for one process per device where that is asked for or worth it; None where one process is planned."""
-    from autoshard.cluster.limits import limited_to
-    from autoshard.search.choose import Wishes, choose
-
-    alone = "a pin" if pins else "a tp_plan" if tp_plan is not None else ""
-    return choose(
-        model, inputs, workload, limited_to(cluster, max_memory), strategy=strategy, objective=objective,
-        wishes=Wishes(**(wishes or {})), num_microbatches=num_microbatches, schedule=schedule,
-        assume_independent_rows=assume_independent_rows, one_process_alone=alone,
-    )  # fmt: skip
-
-
-def measured_for(model: nn.Module, inputs: Any, workload: Workload | None, known: "Profile | None") -> "Profile":
-    """Return the profile: `known`, where it was taken already. Raises `SpecError` if it is of something else."""
-    if known is not None:
-        _check_measured(known, model, workload)
-    return known or profile(model, inputs, workload=workload)
-
-
-def cluster_for(devices: "Devices | Plan", max_memory: "Mapping[Any, Size] | None" = None) -> "Cluster":
-    """Return the devices that are meant, or that a plan has, with the links between processes where some run.
-
-    With "auto" and `max_memory` they are those that it lists.
-    """
-    from autoshard.cluster.links import between_processes
-    from autoshard.cluster.parse import cluster_of, parse_devices
-    from autoshard.runtime.collectives import count_processes
-
-    if max_memory and isinstance(devices, str) and devices == "auto":
-        devices = max_memory
-    cluster = cluster_of(devices.devices) if isinstance(devices, Plan) else parse_devices(devices)
-    return between_processes(cluster) if count_processes() > 1 else cluster
-
-
-def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | None) -> None:
-    """Refuse a profile of another model or for another workload."""
-    from autoshard.fingerprint import fingerprint
-
-    if fingerprint(model) != profile.graph.fingerprint:
-        raise SpecError(
-            "the profile was taken of another model: names, shapes or dtypes differ. "
-            "Leave profile out, or profile this model."
-        )
-    if workload is not None and workload != profile.workload:
-        raise SpecError(
-            f"the profile was taken for {profile.workload}, and the plan is asked for {workload}: "
-            "leave workload out, or profile the model for it."
-        )
 
 
 def largest(
@@ -215,7 +125,7 @@ def largest(
     `settings` are those of `plan`. Every size that is tried is profiled and planned; the plan's workload says which one
     it is, and one more does not fit. Raises what `plan()` raises for the first size: that of `workload`, or 1.
     """
-    from autoshard.planning import largest_plan
+    from autoshard.search.planning import largest_plan
 
     if inputs is not None and not callable(inputs):
         raise SpecError(f"inputs of one size can't grow: give a function of {vary} that makes them.")
@@ -287,55 +197,19 @@ def apply(
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
             refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
-        plan = _completed(model, plan, inputs)
+        plan = completed(model, plan, inputs)
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
         settings |= {"assume_independent_rows": assume_independent_rows, "launch": "one-process"}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
-        plan = _completed(model, plan, inputs)
+        plan = completed(model, plan, inputs)
     if not check_first_batch:
         return apply_plan(model, plan)
     from autoshard.verify.first_batch import check_at_first_call, refuse_unless_checkable
 
     refuse_unless_checkable(model, plan)
     return check_at_first_call(apply_plan(model, plan))
-
-
-def _completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
-    """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
-    from autoshard.runtime import launched
-
-    cut, spread, long = (launched.is_divided_here(plan, degree) for degree in ("tp", "ep", "cp"))
-    staged = launched.is_staged_here(plan)
-    if cut or staged or spread or long:
-        launched.check_launched(plan)
-    if spread or long:
-        from autoshard.check.context import find_context
-        from autoshard.check.experts import find_experts
-        from autoshard.search.traced import trace
-
-        assert plan.mesh is not None
-        traced = trace(model, inputs, plan.workload)
-        if spread:
-            cuts = find_experts(model, traced.graph, plan.mesh.ep)
-        else:
-            cuts = find_context(model, traced.graph, traced.inputs, plan.workload, plan.mesh.cp)
-        plan = replace(plan, cuts=cuts)
-    if staged:
-        from autoshard.check.batch import find_batch_axis
-
-        launched.check_stored(model, plan)
-        plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))
-    if cut:
-        assert plan.mesh is not None
-        found = plan_measured(
-            model, inputs, profile(model, inputs, workload=plan.workload), cluster_for(launched.of_first_replica(plan)),
-            strategy="column-parallel", objective="memory", inside_blocks=plan.mesh.pp > 1,
-            divides_tokens=plan.workload.training and plan.sequence_parallel and plan.mesh.pp == 1,
-        )  # fmt: skip
-        plan = launched.with_cuts(plan, found)
-    return plan
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -419,14 +293,14 @@ def load(
     )  # fmt: skip
     if plan is None and not _is_for_cpu_alone(unfilled.model, devices, max_memory):
         in_memory = not_in_files(unfilled.model, unfilled.checkpoint, unfilled.sources)
-        plan = _planned(
+        plan = plan_asked(
             unfilled.model, devices, inputs, workload,
             strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
             wishes={"launch": "one-process"},
         )  # fmt: skip
     if isinstance(plan, Plan):
-        plan = _completed(unfilled.model, plan, inputs)
+        plan = completed(unfilled.model, plan, inputs)
     if callable(progress):
         return fill(unfilled, plan, progress, mapped=mapped)
     with shown_progress("loading", progress):
@@ -529,27 +403,6 @@ def simulate(devices: "Devices") -> "contextlib.AbstractContextManager[Simulated
     from autoshard.simulate import simulate as enter
 
     return enter(devices)
-
-
-def is_device_map(value: Any) -> TypeGuard[Mapping[str, Any]]:
-    """Tell {module path: device} from {device: size}: the keys of the second are device names."""
-    from autoshard.cluster.parse import canonical_name
-
-    if not isinstance(value, Mapping):
-        return False
-    for key in value:
-        try:
-            canonical_name(key)
-        except SpecError:
-            return True
-    return False
-
-
-def as_plan(plan: "Plan | DeviceMap", profile: "Profile") -> Plan:
-    """Return the plan, that of a `device_map` where one was given; an old one over a mesh as one for processes."""
-    from autoshard.search.processes import as_launched
-
-    return as_launched(plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile), profile.graph)
 
 
 # `apply` has an argument of this name.

@@ -18,7 +18,7 @@ from autoshard.engine.blocks import ModelWork, model_work
 from autoshard.engine.recipe import Precision, Recipe
 from autoshard.engine.timing import Card
 from autoshard.errors import AutoshardError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 Row = Mapping[str, str]
 RATES = ("tokens_per_s_per_gpu", "tokens_per_s_total", "tokens_per_s", "step_time")

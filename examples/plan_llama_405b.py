@@ -19,7 +19,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autoshard
-from autoshard.sizes import format_bytes, format_seconds
+from autoshard.common.sizes import format_bytes, format_seconds
 
 CONFIG = pathlib.Path(__file__).parent / "llama-3.1-405b"
 

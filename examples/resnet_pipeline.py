@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.sizes import format_bytes
+from autoshard.common.sizes import format_bytes
 
 
 class Bottleneck(nn.Module):

@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.cluster.parse import parse_devices
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
-from autoshard.workload import Workload
 
 
 class Block(nn.Module):

@@ -10,6 +10,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError, PlanError, SpecError
+from autoshard.search.asked import is_device_map
 
 KIB = 1024
 
@@ -151,7 +152,7 @@ def test_what_is_refused(model):
     ],
 )
 def test_device_maps_are_told_from_devices(value, answer):
-    assert autoshard.api.is_device_map(value) is answer
+    assert is_device_map(value) is answer
 
 
 def test_only_public_names_are_listed():

@@ -9,9 +9,9 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
 from autoshard.cli.main import app
 from autoshard.plan import Mesh, Plan
+from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
 
 HERE = {"cpu:0": "16MiB", "cpu:1": "16MiB"}
 

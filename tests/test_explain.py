@@ -12,7 +12,7 @@ import autoshard
 from autoshard.cli.main import app
 from autoshard.cluster.parse import cluster_of
 from autoshard.errors import SpecError
-from autoshard.explanation import explain
+from autoshard.report.explanation import explain
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
 from tests.models.hf import SMALL, build

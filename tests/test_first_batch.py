@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
 from autoshard.plan import Mesh
+from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
 from tests.hooks import is_hooked
 from tests.runtime.pipelines import pipeline
 

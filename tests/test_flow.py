@@ -17,10 +17,10 @@ from autoshard.errors import PlanError
 from autoshard.flow import HOST_NAME, flow
 from autoshard.nested import map_tensors
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import live_bytes, profile_graph
 from autoshard.profile.units import find_units
 from autoshard.runtime import apply_plan
-from autoshard.workload import Workload
 from tests.models import by_name
 from tests.profile.handmade import Builder
 

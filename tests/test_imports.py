@@ -12,30 +12,24 @@ import autoshard
 PACKAGE = pathlib.Path(autoshard.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# A room may import rooms on lower floors, and its own files. Everything on floor 0 is data and may be imported by all.
-FLOORS = (
-    "errors batching choices sizes nested workload plan plan_cuts plan_reading placement module_paths files fingerprint"
-    " packed notebook plan_summary progress collector host_memory source_lines torch_private layout sharding"
-    " start tp_plan",
-    "schedules",
-    "capture cluster runtime",
-    "profile axes simulate checkpoint pipelines",
-    "flow check",
-    "engine",
-    "strategies",
-    "verify doctor explanation",
-    "integrations",
-    "search",
-    "planning",
-    "api comparing",
-    "report lightning",
-    "reporting",
-    "cli",
-    "__main__",
+# A package may import packages of lower layers, and its own files. What lies at the root besides is named here, too.
+LAYERS = (
+    {"errors", "nested", "torch_private", "common", "plan"},
+    {"schedules"},
+    {"capture", "cluster", "runtime"},
+    {"profile", "axes", "simulate", "checkpoint", "pipelines"},
+    {"flow", "check"},
+    {"engine"},
+    {"strategies"},
+    {"verify"},
+    {"integrations"},
+    {"search"},
+    {"api"},
+    {"report"},
+    {"cli"},
+    {"__main__"},
 )
-FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms.split()}
-# Rooms on one floor that may not know each other in either direction are simply absent here.
-SAME_FLOOR_ALLOWED = {("plan", "workload"), ("plan", "errors"), ("workload", "errors"), ("sizes", "errors")}
+LAYER = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
 HEAVY = (
     *("transformers", "torch.distributed.tensor", "torch._dynamo", "torch._inductor", "typer", "rich", "scipy"),
     *("accelerate", "autoshard.axes", "autoshard.capture.", "autoshard.flow", "autoshard.pipelines"),
@@ -43,8 +37,8 @@ HEAVY = (
 )
 
 
-def room_of(path: pathlib.Path) -> str:
-    """`autoshard/capture/record.py` -> capture; `autoshard/plan.py` -> plan; `autoshard/__init__.py` -> ''."""
+def package_of(path: pathlib.Path) -> str:
+    """`autoshard/capture/record.py` -> capture; `autoshard/plan/plan.py` -> plan; `autoshard/__init__.py` -> ''."""
     first = path.relative_to(PACKAGE).parts[0]
     return "" if first == "__init__.py" else first.removesuffix(".py")
 
@@ -71,32 +65,32 @@ def names(path: pathlib.Path) -> str:
 
 def test_imports_point_down():
     for path in FILES:
-        room = room_of(path)
-        if not room:
-            continue  # __init__.py holds the public names, from every floor
-        assert room in FLOOR, f"{room} has no floor: give it one in {__file__}"
+        package = package_of(path)
+        if not package:
+            continue  # __init__.py holds the public names, from every layer
+        assert package in LAYER, f"{package} has no layer: give it one in {__file__}"
         for line, module in imports(path):
             parts = module.split(".")
-            if parts[0] != "autoshard" or len(parts) < 2 or parts[1] == room:
+            if parts[0] != "autoshard" or len(parts) < 2 or parts[1] == package:
                 continue
             used, where = parts[1], f"{names(path)}:{line}"
             # else it is `from autoshard import x` of a public name
-            assert used in FLOOR, f"{where} imports {module}: import from the room that defines it"
-            allowed = FLOOR[used] < FLOOR[room] or FLOOR[used] == 0 or (room, used) in SAME_FLOOR_ALLOWED
-            assert allowed, f"{where}: {room} (floor {FLOOR[room]}) imports {used} (floor {FLOOR[used]})"
+            assert used in LAYER, f"{where} imports {module}: import from the package that defines it"
+            allowed = LAYER[used] < LAYER[package] or LAYER[used] == 0
+            assert allowed, f"{where}: {package} (layer {LAYER[package]}) imports {used} (layer {LAYER[used]})"
 
 
 def test_the_runtime_does_not_know_the_planner():
     planner = {"capture", "profile", "flow", "engine", "strategies", "cluster"}
     for path in FILES:
-        if room_of(path) == "runtime":
+        if package_of(path) == "runtime":
             used = {module.split(".")[1] for _, module in imports(path) if module.startswith("autoshard.")}
             assert not used & planner, f"{names(path)} imports {used & planner}"
 
 
 def test_private_torch_is_imported_in_one_place():
     for path in FILES:
-        if room_of(path) == "torch_private":
+        if package_of(path) == "torch_private":
             continue
         for line, module in imports(path):
             private = module.split(".")[0] == "torch" and any(

@@ -11,7 +11,7 @@ from torch import nn
 import autoshard
 from autoshard.capture.capture import capture
 from autoshard.capture.module import replay
-from autoshard.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
+from autoshard.common.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
 from autoshard.plan import Plan
 from autoshard.runtime.moves import move_tensors, named_tensors
 from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears

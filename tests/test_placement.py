@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.placement import resolve_homes, tensor_devices
+from autoshard.plan.placement import resolve_homes, tensor_devices
 
 MODULES = ["", "embed", "layers", "layers.0", "layers.0.mlp", "layers.0.act", "layers.1", "layers.1.mlp", "head"]
 TENSORS = ["embed.weight", "layers.0.scale", "layers.0.mlp.weight", "layers.1.mlp.weight", "head.weight"]

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
-from autoshard.workload import Workload
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.workload import Workload
 
 
 def plan_of_four():

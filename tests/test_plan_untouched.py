@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.progress import watched_by
+from autoshard.common.progress import watched_by
 from tests.packed_models import Scaled
 
 STRATEGIES = ("auto", "sequential", "balanced", "pipeline", "column-parallel", "data-parallel", "hybrid")

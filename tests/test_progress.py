@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.progress import watched_by
+from autoshard.common.progress import watched_by
 
 
 def model() -> nn.Module:
@@ -52,7 +52,7 @@ def test_saving_and_loading_tell_bytes(tmp_path):
 
 PROGRAM = """
 import time
-from autoshard.progress import shown_progress, tell
+from autoshard.common.progress import shown_progress, tell
 with shown_progress("working"):
     for done in range(0, 3_000_000_000, 250_000_000):
         tell("bytes", done, 3_000_000_000)

@@ -7,7 +7,7 @@ import torch
 
 import autoshard
 from autoshard.errors import PlanError, SpecError
-from autoshard.tp_plan import cut_dim, matches, pattern_of
+from autoshard.plan.tp_plan import cut_dim, matches, pattern_of
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
 from tests.models.hf import SMALL, build

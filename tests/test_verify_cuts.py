@@ -10,10 +10,10 @@ from torch import nn
 import autoshard
 from autoshard.errors import ApplyError, RankError
 from autoshard.plan import Plan, PlanDevice
+from autoshard.plan.sharding import Action, Cut, Shard
+from autoshard.plan.workload import Workload
 from autoshard.runtime import is_applied
-from autoshard.sharding import Action, Cut, Shard
 from autoshard.verify.verify import verify
-from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import decoder_cuts, make_decoder
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.verify.verify import verify
 from tests.runtime.pipelines import pipeline, sentences, words
 

@@ -9,8 +9,8 @@ from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import Region, element_of, find_regions, leaf_modules, leaf_regions, shared_tensors
 from autoshard.axes.walk import Walk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, TensorInfo
-from autoshard.module_paths import is_below, join, relative
-from autoshard.sharding import Action, Shard, count_collectives
+from autoshard.common.module_paths import is_below, join, relative
+from autoshard.plan.sharding import Action, Shard, count_collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

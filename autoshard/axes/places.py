@@ -13,8 +13,8 @@ from autoshard.axes.axis import Leaf, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
 from autoshard.axes.walk import Contraction, Walk, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
-from autoshard.module_paths import is_below, join, relative
-from autoshard.sharding import DROPOUTS, Action
+from autoshard.common.module_paths import is_below, join, relative
+from autoshard.plan.sharding import DROPOUTS, Action
 
 _OF_ELEMENTS = frozenset({"sum", "nansum", "mean"})
 """Functions that are one op of the same name, and sum the elements of one tensor."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autoshard.axes.given import plain
 from autoshard.axes.rules import is_pointwise
 from autoshard.capture.graph import Call, ModelGraph
-from autoshard.module_paths import above, is_below, parent, relative
+from autoshard.common.module_paths import above, is_below, parent, relative
 
 OUTSIDE = ""
 """The path of the region that is made of everything outside of repeated elements."""

@@ -23,9 +23,9 @@ from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import OUTSIDE, Region, find_regions
 from autoshard.axes.walk import Walk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
+from autoshard.common.module_paths import is_below, relative
 from autoshard.errors import PlanError
-from autoshard.module_paths import is_below, relative
-from autoshard.sharding import Action, Cut
+from autoshard.plan.sharding import Action, Cut
 
 ATTENTION = "scaled_dot_product_attention"
 _SHAPING = frozenset(

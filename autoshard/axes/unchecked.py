@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from autoshard.axes.groups import AxisGroup
-from autoshard.plan_cuts import Refusal
-from autoshard.sharding import Cut
+from autoshard.plan.cuts import Refusal
+from autoshard.plan.sharding import Cut
 
 
 def unchecked(groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:

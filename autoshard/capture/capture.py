@@ -26,10 +26,10 @@ from autoshard.capture.record import RealValues
 from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
 from autoshard.capture.tape import Tape
 from autoshard.capture.user_code import NOWHERE, calling_line, place
+from autoshard.common.module_paths import find_scripted
+from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError, SpecError
-from autoshard.module_paths import find_scripted
-from autoshard.packed import stored_bytes
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 Level = Literal["fake", "real", "invented"]
 REAL_BYTES = 2 << 30

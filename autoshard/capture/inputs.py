@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard.errors import CaptureError
 from autoshard.nested import map_tensors, tensors_in
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 DEFAULT_SEQUENCE = 512

@@ -13,7 +13,7 @@ import torch
 import torch.fx
 
 from autoshard.capture.graph import Op, Save, Storage, StorageKind, Value
-from autoshard.packed import stored_bytes, stored_tensors
+from autoshard.common.packed import stored_bytes, stored_tensors
 from autoshard.torch_private import FakeTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)

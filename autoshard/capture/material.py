@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats
-from autoshard.packed import is_packed, own_attributes, repacked
+from autoshard.common.packed import is_packed, own_attributes, repacked
 from autoshard.torch_private import FakeTensor
 
 Storages = dict[int, torch.UntypedStorage]

@@ -11,8 +11,8 @@ from autoshard import nested
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.inputs import as_call
 from autoshard.capture.material import Storages, copied
+from autoshard.common.packed import named_stored
 from autoshard.errors import CaptureError
-from autoshard.packed import named_stored
 
 
 def graph_module(graph: ModelGraph, model: nn.Module) -> torch.fx.GraphModule:

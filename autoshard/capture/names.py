@@ -5,7 +5,7 @@ from typing import Any, Literal
 from torch import nn
 
 from autoshard.capture.graph import ModuleInfo
-from autoshard.module_paths import is_container, join
+from autoshard.common.module_paths import is_container, join
 
 Kind = Literal["parameter", "buffer"]
 Row = tuple[str, str, Kind, bool]

@@ -24,9 +24,9 @@ from autoshard.capture.ledger import Ledger
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.capture.user_code import calling_code
+from autoshard.common.packed import is_packed, named_stored, stored_tensors
+from autoshard.common.progress import tell
 from autoshard.errors import CaptureError
-from autoshard.packed import is_packed, named_stored, stored_tensors
-from autoshard.progress import tell
 from autoshard.torch_private import (
     DispatchMode,
     autograd_node,

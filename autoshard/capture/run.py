@@ -30,12 +30,12 @@ from autoshard.capture.sources import DeviceSources
 from autoshard.capture.state import clear_frames, undisturbed
 from autoshard.capture.tape import Tape
 from autoshard.capture.threads import watched_threads
-from autoshard.collector import no_collection
+from autoshard.common.collector import no_collection
+from autoshard.common.fingerprint import fingerprint
+from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError
-from autoshard.fingerprint import fingerprint
-from autoshard.packed import stored_bytes
+from autoshard.plan.workload import Workload
 from autoshard.torch_private import below_autograd, fake_device_read, looks_for_overrides, no_overrides
-from autoshard.workload import Workload
 
 Find = Callable[[torch.Tensor], int | None]
 MODULE_PATH = "autoshard_module_path"

@@ -18,7 +18,7 @@ from autoshard.capture import user_code
 from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
 from autoshard.capture.sources import DeviceSources
-from autoshard.source_lines import calling_line
+from autoshard.common.source_lines import calling_line
 
 PROPERTIES = ("__get__", "__set__", "__delete__")
 """Names of reads and writes of properties: not all of them are seen on fake tensors, so their counts mean nothing."""

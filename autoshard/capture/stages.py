@@ -17,9 +17,9 @@ import torch
 
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op
+from autoshard.common.module_paths import above, parent
 from autoshard.errors import PlanError
-from autoshard.module_paths import above, parent
-from autoshard.placement import covering_entry, devices_below
+from autoshard.plan.placement import covering_entry, devices_below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from torch import nn
 from autoshard import nested
 from autoshard.axes.batch import Rows, follow
 from autoshard.axes.walk import Walk, walk_over
-from autoshard.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
@@ -26,9 +25,10 @@ from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
 from autoshard.check.records import Mixed, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
+from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
+from autoshard.plan.workload import Workload
 from autoshard.runtime.chunks import bind, caller_like, plain_arguments
 from autoshard.runtime.flags import flags_of
-from autoshard.workload import Workload
 
 WHOLE = 'Use strategy="balanced", which divides no batch.'
 

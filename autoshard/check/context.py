@@ -10,8 +10,8 @@ from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.check.rank import record_rank
 from autoshard.errors import ApplyError, CaptureError, PlanError, first_line
-from autoshard.sharding import Cut
-from autoshard.workload import Workload
+from autoshard.plan.sharding import Cut
+from autoshard.plan.workload import Workload
 
 
 def find_context(model: nn.Module, graph: ModelGraph, inputs: Any, workload: Workload, degree: int) -> tuple[Cut, ...]:

@@ -23,12 +23,12 @@ from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, w
 from autoshard.check.misuse import find_misuse
 from autoshard.check.rank import Arguments, call_of, on_meta, record_rank
 from autoshard.check.runs import Seen, other_runs
-from autoshard.module_paths import join
-from autoshard.plan_cuts import Refusal
-from autoshard.progress import tell
-from autoshard.sharding import Cut
+from autoshard.common.module_paths import join
+from autoshard.common.progress import tell
+from autoshard.plan.cuts import Refusal
+from autoshard.plan.sharding import Cut
+from autoshard.plan.workload import Workload
 from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
-from autoshard.workload import Workload
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]
 """(index of a group, shares) of groups that are cut at once."""

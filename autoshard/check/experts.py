@@ -17,14 +17,14 @@ import torch
 from torch import nn
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.common.module_paths import is_below, join
 from autoshard.errors import PlanError, first_line
-from autoshard.module_paths import is_below, join
 from autoshard.nested import tensors_in
+from autoshard.plan.sharding import Action, Cut, Scale, Shard, even_shares
 from autoshard.profile.experts import Dispatched, dispatched
 from autoshard.runtime.experts import choices_of, single_choices
 from autoshard.runtime.scales import find_scales, set_scales
 from autoshard.runtime.slices import find_cut_tensors, slice_of
-from autoshard.sharding import Action, Cut, Scale, Shard, even_shares
 
 _LARGE_ELEMENTS = 1 << 25
 """Of modules with more elements than this, some of the experts are compared."""

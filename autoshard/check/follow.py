@@ -23,7 +23,7 @@ from autoshard.axes.groups import AxisGroup
 from autoshard.axes.regions import scaled_ops
 from autoshard.axes.walk import Walk, where
 from autoshard.capture.graph import ModelGraph, Op, name_of
-from autoshard.sharding import DROPOUTS, kept
+from autoshard.plan.sharding import DROPOUTS, kept
 
 SIZES: dict[str, tuple[str, ...]] = {
     "view": ("size",), "reshape": ("shape",), "_unsafe_view": ("size",), "_reshape_alias": ("size", "stride"),

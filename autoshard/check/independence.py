@@ -19,12 +19,12 @@ from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneve
 from autoshard.axes.samples import SHARED, Samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
-from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
 from autoshard.capture.tape import Opaque, Reading, Ref, Tape, TooManyOps
 from autoshard.check.inputs import NotRun, Padded, is_mask, owner_of, starts
 from autoshard.check.records import ROWS, Left, Mixed, Recorded, left_by_parts, record_samples
+from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
 

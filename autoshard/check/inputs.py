@@ -13,10 +13,10 @@ import numpy
 import torch
 
 from autoshard.axes.samples import SHARED, Samples, fixed, samples
-from autoshard.batching import BatchAxis, BatchInput, with_rows
 from autoshard.capture.graph import ModelGraph
 from autoshard.nested import replace_at, tensor_at
-from autoshard.sharding import coordinates_of, kept
+from autoshard.plan.batching import BatchAxis, BatchInput, with_rows
+from autoshard.plan.sharding import coordinates_of, kept
 
 Padded = frozenset[tuple[str, int]]
 """Masks that end in some samples, and what stands there; tokens in some samples of which is a number that is asked for.

@@ -28,10 +28,10 @@ from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.capture.record import Recorder
 from autoshard.capture.sites import PROPERTIES
 from autoshard.check.rank import Arguments, LoneRank, make_fake
-from autoshard.module_paths import is_below, relative
+from autoshard.common.module_paths import is_below, relative
+from autoshard.plan.sharding import DROPOUTS, Action, Cut, Scale
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.lengths import sizes_of
-from autoshard.sharding import DROPOUTS, Action, Cut, Scale
 
 Key = tuple[str, int, str, int]
 """(module path below the block, how-manieth call of it, function, how-manieth call of that inside)"""

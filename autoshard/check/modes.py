@@ -16,7 +16,7 @@ from torch import nn
 from autoshard.capture.capture import Call, capture
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import CaptureError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 _DROPPING = frozenset({"dropout", "dropout_", "feature_dropout", "alpha_dropout", "native_dropout",
                        "scaled_dot_product_attention"})  # fmt: skip

@@ -11,13 +11,13 @@ from torch import nn
 from autoshard.capture.capture import calls_of
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph
+from autoshard.common.packed import is_packed
 from autoshard.nested import flat_tensors
-from autoshard.packed import is_packed
+from autoshard.plan.sharding import Cut
+from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import Layout
 from autoshard.runtime.cuts import apply_cuts
-from autoshard.sharding import Cut
 from autoshard.torch_private import FakeTensorMode, fake_from_meta
-from autoshard.workload import Workload
 
 Arguments = tuple[tuple, dict[str, Any]]
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.axes.sample_walk import is_same
-from autoshard.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph
@@ -21,6 +20,7 @@ from autoshard.capture.run import Find
 from autoshard.capture.tape import Tape, TooManyOps
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
 from autoshard.errors import CaptureError
+from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.runtime.chunks import bind
 from autoshard.runtime.flags import flags_of
 from autoshard.runtime.left_behind import new_tensors

@@ -28,7 +28,7 @@ from autoshard.check.local_sizes import numbers_in
 from autoshard.check.modes import in_mode
 from autoshard.check.rank import Arguments
 from autoshard.errors import AutoshardError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 LONGEST = 128
 """Longer sequences are not tried: masks of integers and of booleans have their values in a recording."""

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy
 import torch
 
+from autoshard.plan.sharding import coordinates_of
 from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.sharded import is_sharded, own_part, rows_of
 from autoshard.runtime.slices import CutTensor, runs_of, runs_within
-from autoshard.sharding import coordinates_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ import safetensors
 import torch
 
 from autoshard.checkpoint.data import Checkpoint, Entry
+from autoshard.common.sizes import shown
 from autoshard.errors import CheckpointError, first_line
-from autoshard.sizes import shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

@@ -19,10 +19,11 @@ from autoshard.checkpoint.boxes import boxes_of
 from autoshard.checkpoint.data import Checkpoint, Source, Target
 from autoshard.checkpoint.mapped import mapped_tensors
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
+from autoshard.common.packed import repacked
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import ApplyError, CheckpointError, first_line
-from autoshard.packed import repacked
-from autoshard.placement import resolve_homes
 from autoshard.plan import Plan
+from autoshard.plan.placement import resolve_homes
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.apply import check_belongs
 from autoshard.runtime.collectives import ProcessRanks, count_processes
@@ -34,7 +35,6 @@ from autoshard.runtime.resting import resting, streamed_module
 from autoshard.runtime.sharded import shards
 from autoshard.runtime.sharded_stages import shards_stages
 from autoshard.runtime.staged import own_names
-from autoshard.sizes import format_bytes
 
 
 def load_applied(

@@ -14,8 +14,8 @@ from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Entry, Source
 from autoshard.checkpoint.traced import Leaf, bare, leaves
+from autoshard.common.packed import is_packed
 from autoshard.errors import CheckpointError
-from autoshard.packed import is_packed
 from autoshard.runtime.mapped import map_file, map_tensor
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.resting import streamed_module

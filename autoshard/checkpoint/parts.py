@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from autoshard.checkpoint.boxes import Box, boxes_of
+from autoshard.common.packed import is_packed
 from autoshard.errors import CheckpointError
-from autoshard.packed import is_packed
 from autoshard.runtime.cut_state import whole_shape
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.pipeline_record import pipeline_record

@@ -20,8 +20,8 @@ from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Entry, Source, Target
 from autoshard.checkpoint.traced import fill, leaves
+from autoshard.common.packed import is_packed, stored_tensors
 from autoshard.errors import CheckpointError
-from autoshard.packed import is_packed, stored_tensors
 from autoshard.runtime.pinned import Uploads, has_streams
 
 Progress = Callable[[int, int], None]

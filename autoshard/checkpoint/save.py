@@ -23,9 +23,10 @@ from torch import nn
 from autoshard.checkpoint.header import DTYPES, INDEX_FILE, SINGLE_FILE
 from autoshard.checkpoint.traced import Expression, evaluate, leaf, leaves
 from autoshard.checkpoint.write import replacing
+from autoshard.common.packed import is_packed
+from autoshard.common.progress import tell
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import CheckpointError
-from autoshard.packed import is_packed
-from autoshard.progress import tell
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, whole_shape, whole_tensor
@@ -36,7 +37,6 @@ from autoshard.runtime.moves import tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
 from autoshard.runtime.sharded import is_sharded, whole_of
 from autoshard.runtime.staged import whole_value
-from autoshard.sizes import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

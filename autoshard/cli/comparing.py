@@ -35,9 +35,9 @@ def compare_command(
 ) -> None:
     """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
     from autoshard.cli.processes import choose_processes
-    from autoshard.comparing import compare_all
-    from autoshard.planning import Request
     from autoshard.search.compared import compare_processes
+    from autoshard.search.comparing import compare_all
+    from autoshard.search.request import Request
 
     check_before(None, objective=objective)
     limits = pairs(max_memory, "--max-memory", "cuda:0=20GiB")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
+from autoshard.common.progress import shown_progress
+from autoshard.common.start import INTERRUPTED
 from autoshard.errors import AutoshardError, SpecError
-from autoshard.progress import shown_progress
-from autoshard.start import INTERRUPTED
 
 if TYPE_CHECKING:
     from rich.console import Console

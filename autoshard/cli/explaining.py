@@ -28,8 +28,8 @@ def explain_command(
     """Say why PLAN, a module or a device of it, is as it is, what binds it, and what other choices would cost."""
     from autoshard.cli.plans import model_of, open_plan, read_plan
     from autoshard.cli.processes import open_processes
-    from autoshard.explanation import explain
     from autoshard.report.explained_processes import explain_study
+    from autoshard.report.explanation import explain
 
     plan = read_plan(plan_file)
     if plan.launch:

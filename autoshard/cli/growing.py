@@ -6,7 +6,7 @@ from torch import nn
 
 from autoshard.cli.steps import load, profile_of
 from autoshard.errors import SpecError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 if TYPE_CHECKING:
     from autoshard.cli.target import Target
@@ -26,7 +26,7 @@ def plan_largest(
 ) -> "tuple[Plan, Target, Profile]":
     """Plan TARGET for the largest batch or sequence that fits; returns what was planned for it, too."""
     from autoshard.cli.processes import tell_size
-    from autoshard.planning import largest_plan
+    from autoshard.search.planning import largest_plan
 
     vary = "batch_size" if batch else "sequence_length"
     known: dict[int, tuple[Target, Profile]] = {}

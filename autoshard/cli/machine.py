@@ -15,7 +15,7 @@ def doctor_command(
     """Check this machine: torch, devices, copies between them, memory, processes, disk; and say what to fix."""
     from dataclasses import asdict
 
-    from autoshard.doctor import examine
+    from autoshard.report.doctor import examine
 
     with step("looking at this machine"):
         findings = list(examine())

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoshard.choices import strategy_named
 from autoshard.cli.comparing import compare_command
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
 from autoshard.cli.explaining import explain_command
@@ -54,16 +53,17 @@ from autoshard.cli.steps import (
     profile_of,
     workload_of,
 )
+from autoshard.common.start import end_quietly
 from autoshard.errors import PlanError, SpecError
-from autoshard.start import end_quietly
-from autoshard.workload import Workload
+from autoshard.plan.choices import strategy_named
+from autoshard.plan.workload import Workload
 
 if TYPE_CHECKING:
-    from autoshard.batching import BatchAxis
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.engine.estimate import Estimate
     from autoshard.plan import Plan
+    from autoshard.plan.batching import BatchAxis
     from autoshard.profile.profile import Profile
 
 app = typer.Typer(
@@ -147,8 +147,8 @@ def _made(
     from autoshard.cli.growing import check_one_size, plan_largest
     from autoshard.cli.processes import choose_processes, plan_largest_processes
     from autoshard.cluster.limits import limited_to
-    from autoshard.planning import plan_measured
     from autoshard.search.fewer_bits import with_hint
+    from autoshard.search.planning import plan_measured
 
     check_one_size(max_batch, max_seq)
     if max_batch or max_seq:
@@ -270,7 +270,7 @@ def verify_command(
     from autoshard.api import verify
     from autoshard.cli.plans import read_plan
     from autoshard.cli.verifying import build
-    from autoshard.planning import plan_measured
+    from autoshard.search.planning import plan_measured
 
     check_before(None, strategy, objective, schedule)
     limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
+    from autoshard.plan.workload import Workload
     from autoshard.profile.profile import Profile
     from autoshard.search.choose import Chosen
     from autoshard.search.study import Study
     from autoshard.search.traced import Traced
-    from autoshard.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def choose_processes(
     wishes: dict[str, Any] | None = None,
 ) -> "Chosen | None":  # fmt: skip
     """The plan for processes, where they are asked for or worth it, of the workload as it was typed."""
-    from autoshard.api import chosen_for
+    from autoshard.search.asked import chosen_for
 
     batch = workload.batch_size  # without one, derived inputs have one sample, which is no wish for a step of training
     asked = replace(loaded.workload, batch_size=batch)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from autoshard.choices import strategy_named
 from autoshard.cli.console import errors, reports_errors, step
 from autoshard.cli.options import (
     AssumeOption,
@@ -26,9 +25,10 @@ from autoshard.cli.options import (
 from autoshard.cli.processes import OpenedProcesses, choose_processes, open_chosen, open_processes, process_page
 from autoshard.cli.steps import check_before, check_same_model, devices_of, load, pairs, profile_of, workload_of
 from autoshard.cli.target import UserCodeError
+from autoshard.common.files import write_whole
 from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.files import write_whole
-from autoshard.workload import Workload
+from autoshard.plan.choices import strategy_named
+from autoshard.plan.workload import Workload
 
 if TYPE_CHECKING:
     from autoshard.cli.plans import Opened
@@ -163,7 +163,7 @@ def _opened(
     """Read the plan of a model, or make one; `settings` are those of `plan_measured`."""
     from autoshard.cli.plans import Opened, is_plan, model_of, read_plan
     from autoshard.cluster.parse import cluster_of
-    from autoshard.planning import plan_measured
+    from autoshard.search.planning import plan_measured
 
     if second is None and not is_plan(first):
         cluster = devices_of(devices, settings.get("max_memory", {}))
@@ -202,8 +202,8 @@ def _measured(text: str, plan: "Plan", loaded: "Target") -> "tuple[Event, ...]":
 
 def _alternatives(loaded: "Target", plan: "Plan", profile: "Profile", cluster: "Cluster") -> "tuple[Alternative, ...]":
     """Plan with every strategy, for the same objective; none if none gives a plan."""
-    from autoshard.comparing import compare_all
-    from autoshard.planning import Request
+    from autoshard.search.comparing import compare_all
+    from autoshard.search.request import Request
 
     request = Request(
         model=loaded.model, inputs=loaded.inputs, profile=profile, cluster=cluster, objective=plan.objective
@@ -220,7 +220,8 @@ def _cells(opened: "Opened", text: str, figures: "Estimate") -> "tuple[Cell, ...
     """Price other sizes and devices, each from a recorded run of its own."""
     from autoshard.api import profile
     from autoshard.cli.target import of_other_size
-    from autoshard.planning import Request, place
+    from autoshard.search.planning import place
+    from autoshard.search.request import Request
     from autoshard.search.sizes import cells
 
     loaded, plan, recorded = opened.loaded, opened.plan, opened.profile

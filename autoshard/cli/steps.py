@@ -6,18 +6,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from autoshard.choices import check_choices
 from autoshard.cli.console import step
+from autoshard.common.files import check_writable
 from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.files import check_writable
-from autoshard.placement import check_known_in
-from autoshard.workload import Workload
+from autoshard.plan.choices import check_choices
+from autoshard.plan.placement import check_known_in
+from autoshard.plan.workload import Workload
 
 if TYPE_CHECKING:
-    from autoshard.choices import Optimizer
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
+    from autoshard.plan.choices import Optimizer
     from autoshard.profile.profile import Profile
 
 

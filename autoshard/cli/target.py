@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.errors import AutoshardError, SpecError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 TRACEBACK_LINES = 12
 _OWN = str(Path(__file__).parents[1]) + os.sep

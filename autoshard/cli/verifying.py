@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import PlanError
-from autoshard.sizes import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.cli.target import Target

@@ -18,7 +18,7 @@ from autoshard.cluster.detect import accelerator_names
 from autoshard.cluster.disk import measure_disk
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 from autoshard.cluster.links import with_known
-from autoshard.progress import tell
+from autoshard.common.progress import tell
 
 DEVICE_SECONDS = 1.4
 """Spent on one device's own rates; its links get the rest of the two seconds."""

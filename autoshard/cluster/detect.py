@@ -8,8 +8,8 @@ import torch
 
 from autoshard.cluster.cluster import Device
 from autoshard.cluster.hardware import CONTEXT_BYTES, WORKSPACE_BYTES, hardware_table, make_device, match_torch_name
+from autoshard.common.host_memory import available_bytes
 from autoshard.errors import SpecError
-from autoshard.host_memory import available_bytes
 
 # Asking for the free memory creates the context, so the free figure is without it; kernels loaded later still come.
 LATER_KERNELS_BYTES = CONTEXT_BYTES // 3

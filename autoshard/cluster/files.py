@@ -19,9 +19,9 @@ from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links
 from autoshard.cluster.hardware import LINK_EFFICIENCY, find_hardware, hardware_table, make_device
 from autoshard.cluster.links import make_links, usual_host
 from autoshard.cluster.network import with_networks
+from autoshard.common.files import write_whole
+from autoshard.common.sizes import parse_bytes
 from autoshard.errors import SpecError
-from autoshard.files import write_whole
-from autoshard.sizes import parse_bytes
 
 VERSION = 1
 MAX_DEVICES = 1024

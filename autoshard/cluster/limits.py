@@ -5,8 +5,8 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import canonical_name
+from autoshard.common.sizes import parse_bytes
 from autoshard.errors import SpecError
-from autoshard.sizes import parse_bytes
 
 
 def limited_to(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:

@@ -14,8 +14,8 @@ from typing import Any
 from autoshard.cluster.cluster import Device, Host
 from autoshard.cluster.hardware import Hardware
 from autoshard.cluster.links import cards_of, table_row, usual_host
+from autoshard.common.sizes import shown
 from autoshard.errors import SpecError
-from autoshard.sizes import shown
 
 _SPEED = re.compile(
     r"(?:([0-9]{1,4})\s*[xX×*]\s*)?([0-9]+(?:\.[0-9]+)?)\s*([GT])(b|bit|B)(?:/s|ps)"

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-from autoshard.choices import DeviceName, Size, did_you_mean
 from autoshard.cluster.cluster import Cluster, Device, Link, Links
 from autoshard.cluster.detect import accelerator_names, accelerator_type, detect_device, detected_notes
 from autoshard.cluster.files import read_cluster
@@ -40,9 +39,10 @@ from autoshard.cluster.network import (
     split_words,
     with_networks,
 )
+from autoshard.common.sizes import format_bytes, parse_bytes, shown
 from autoshard.errors import SpecError
 from autoshard.plan import PlanDevice
-from autoshard.sizes import format_bytes, parse_bytes, shown
+from autoshard.plan.choices import DeviceName, Size, did_you_mean
 
 MAX_DEVICES = 1024
 MACHINE = 8

@@ -22,16 +22,16 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.module_paths import join, relative
 from autoshard.engine.estimate import DeviceEstimate, Estimate
 from autoshard.engine.links import Collective
 from autoshard.engine.placed import check_devices, estimate_placed, of_every_device
 from autoshard.errors import PlanError
 from autoshard.flow import flow
-from autoshard.module_paths import join, relative
 from autoshard.plan import Plan
+from autoshard.plan.sharding import Cut, coordinates_of, kept
 from autoshard.profile.part import Sizes, smaller_sizes, with_sizes
 from autoshard.profile.profile import Profile
-from autoshard.sharding import Cut, coordinates_of, kept
 
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 

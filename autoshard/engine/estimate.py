@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autoshard.sizes import format_bytes, format_seconds
+from autoshard.common.sizes import format_bytes, format_seconds
 
 FULL = 0.95
 """Part of a device's memory from which on it counts as full: fragments may not fit any more."""

@@ -18,6 +18,7 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.module_paths import above
 from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
 from autoshard.engine.estimate import Estimate, Event, Transfer
 from autoshard.engine.links import Collective
@@ -34,7 +35,6 @@ from autoshard.engine.streamed import (
 )
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.flow import Copy, Flow, flow
-from autoshard.module_paths import above
 from autoshard.plan import Plan
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile

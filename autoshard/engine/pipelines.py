@@ -18,12 +18,12 @@ from autoshard.engine.stages import Border, Figures, stage_figures
 from autoshard.engine.timing import optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.schedules.orders import Action, Order, in_flight, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
-from autoshard.workload import Workload
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 

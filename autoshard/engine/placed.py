@@ -14,17 +14,17 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.common.module_paths import above, is_below
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.flow import HOST_NAME, Copy, Flow
-from autoshard.module_paths import above, is_below
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS
 from autoshard.profile.answer import op_counts
 from autoshard.profile.experts import routed_modules
 from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units, weight_bytes
-from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 
 def check_devices(needed: Iterable[str], cluster: Cluster, use: str) -> None:

@@ -20,7 +20,6 @@ from math import ceil
 import numpy as np
 
 from autoshard.axes.regions import element_of
-from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer, gap_above
@@ -38,10 +37,11 @@ from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
 from autoshard.errors import PlanError
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.sharding import shares_of
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import Sizes, carriers_of_rows, smaller_sizes
 from autoshard.profile.profile import Profile
-from autoshard.sharding import shares_of
 
 BUCKET_BYTES = 25 << 20
 """DistributedDataParallel sums gradients in buckets of this size."""

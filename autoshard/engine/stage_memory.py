@@ -20,8 +20,8 @@ from autoshard.capture.stages import Staged, free_storages
 from autoshard.cluster.cluster import Device
 from autoshard.flow import Flow, flow
 from autoshard.plan import Stage
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS
 from autoshard.profile.profile import Profile
-from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 Array = np.ndarray
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.cluster import Device
@@ -18,6 +17,7 @@ from autoshard.engine.stage_memory import StageBytes, StageMemory
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Stage
+from autoshard.plan.batching import BatchAxis
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 

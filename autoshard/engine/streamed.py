@@ -25,15 +25,15 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.links import make_links
+from autoshard.common.module_paths import above
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
 from autoshard.engine.placed import estimate_placed, lower_bound, moved_copies
 from autoshard.engine.programs import PREFETCH, Task, play
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.flow import Buffers, Flow
-from autoshard.module_paths import above
-from autoshard.placement import covering_entry
 from autoshard.plan import Plan
+from autoshard.plan.placement import covering_entry
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units, weight_bytes
 

@@ -21,8 +21,8 @@ from autoshard.engine.blocks import Block
 from autoshard.engine.efficiency import Efficiency
 from autoshard.engine.local import Attention, Product, Share, sums_of
 from autoshard.engine.recipe import Recipe
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
 from autoshard.profile.profile import Profile
-from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 ATTENTION_HALF = 256
 """Tokens at which attention reaches half of its efficiency."""

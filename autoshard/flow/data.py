@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.placement import Homes
+from autoshard.plan.placement import Homes
 
 HOST_NAME = "host"
 """Device name of ordinary CPU tensors that belong to no planned device (literals, lifted constants); never counted."""

@@ -3,7 +3,7 @@
 import torch
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.placement import Homes
+from autoshard.plan.placement import Homes
 
 _LOOK_UP = torch.ops.aten.embedding.default
 

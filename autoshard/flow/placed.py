@@ -9,7 +9,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.flow.data import Flow
 from autoshard.flow.walk import Walk
-from autoshard.placement import resolve_homes, tensor_devices
+from autoshard.plan.placement import resolve_homes, tensor_devices
 
 _LATEST = Latest[Flow]()
 

@@ -9,13 +9,13 @@ A module whose arguments were copied to its home sees the copies; so do the modu
 """
 
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
+from autoshard.common.module_paths import above
 from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.outside import lookup_tables
 from autoshard.flow.views import Views
-from autoshard.module_paths import above
-from autoshard.placement import Homes
+from autoshard.plan.placement import Homes
 
 
 class Walk:

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.traced import leaf, traced
+from autoshard.common.packed import is_packed
 from autoshard.errors import SpecError
 from autoshard.integrations.rehearsal import rehearse
 from autoshard.integrations.skeleton import without_weights
 from autoshard.integrations.words import one_line
-from autoshard.packed import is_packed
 
 
 def load_model(path: "str | os.PathLike[str]", *, with_weights: bool = False) -> nn.Module:

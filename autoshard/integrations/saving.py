@@ -15,10 +15,10 @@ from torch import nn
 
 from autoshard.checkpoint.save import Shard, State, Stored, save_state, split, without_ties
 from autoshard.checkpoint.traced import Traced, leaf, traced
+from autoshard.common.sizes import parse_bytes
 from autoshard.errors import CheckpointError
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.scales import unscaled
-from autoshard.sizes import parse_bytes
 
 
 def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "int | str") -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from autoshard.batching import BatchAxis
 from autoshard.capture.tape import Opaque
 from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
 from autoshard.pipelines.prepare import Prepared
+from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.chunks import PLAIN, Part
 from autoshard.runtime.devices import CPU
 from autoshard.runtime.losses import Loss, Reduction, call_loss, check_differentiable, check_reduction, sample

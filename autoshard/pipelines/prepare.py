@@ -17,8 +17,8 @@ from autoshard.capture.fake import EVEN_ORDER, FINITE
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import divide
 from autoshard.capture.tape import Reading, Ref
+from autoshard.common.module_paths import is_below
 from autoshard.errors import ApplyError, PlanError
-from autoshard.module_paths import is_below
 from autoshard.nested import leaves_in, tensors_in
 from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_reading, write_program, write_readings
 from autoshard.pipelines.steps import Recorded, find_steps, is_inside

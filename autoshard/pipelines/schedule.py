@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.engine import Engine
 from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
+from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.agreement import Mark, agree, agree_in_step, differ, digest_of_inputs
 from autoshard.runtime.chunks import Part, split, split_rows
 from autoshard.runtime.clipping import check_scaled, note_norm, refuse_scaled_losses, scaled_by, watch_staged_norms

@@ -13,7 +13,7 @@ import numpy as np
 
 from autoshard.capture.graph import Call, ModelGraph, Op, name_of
 from autoshard.capture.latest import Latest
-from autoshard.module_paths import above, is_below, parent, relative
+from autoshard.common.module_paths import above, is_below, parent, relative
 
 _PRODUCTS = {"mm": 0, "addmm": 1, "linear": 0, "matmul": 0}
 """Products of tokens with a matrix, and which input has the tokens."""

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.module_paths import parent
+from autoshard.common.module_paths import parent
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
 from autoshard.profile.answer import further_tokens
 from autoshard.profile.experts import Router
 from autoshard.profile.profile import ModuleProfile, Profile
-from autoshard.workload import OPTIMIZER_STATE_TENSORS, Workload
 
 _GATHERS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_index_put_impl_")
 """Ops that read as many elements of their first input as they write, however large that input is."""

@@ -13,13 +13,13 @@ from math import ceil, prod
 
 import numpy as np
 
-from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of, take_columns
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo
 from autoshard.capture.latest import Latest
 from autoshard.capture.replaced import changed
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.sharding import coordinates_of
 from autoshard.profile.profile import Profile
-from autoshard.sharding import coordinates_of
 
 Array = np.ndarray
 _LATEST = Latest[frozenset[int]]()

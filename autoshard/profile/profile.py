@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.notebook import profile_html
-from autoshard.sizes import format_bytes
-from autoshard.workload import Workload
+from autoshard.common.sizes import format_bytes
+from autoshard.plan.notebook import profile_html
+from autoshard.plan.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

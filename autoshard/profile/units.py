@@ -15,10 +15,10 @@ import numpy as np
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
-from autoshard.module_paths import parent
+from autoshard.common.module_paths import parent
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS
 from autoshard.profile.measure import first_saves, live_bytes, optimizer_step_bytes, trained_sizes, trained_storages
 from autoshard.profile.profile import Profile
-from autoshard.workload import OPTIMIZER_STATE_TENSORS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -9,13 +9,13 @@ from rich.text import Text
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
-from autoshard.batching import BatchAxis
-from autoshard.module_paths import is_below, join, relative
+from autoshard.common.module_paths import is_below, join, relative
+from autoshard.common.sizes import format_bytes
+from autoshard.plan.batching import BatchAxis
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import INDENT, print_left_off, print_section, print_sentences
 from autoshard.report.terminal import print_heading
 from autoshard.report.words import after, fold_paths, is_part, members, outer, print_item
-from autoshard.sizes import format_bytes
 
 VERSION = 1
 MOST_BLOCKED = 24

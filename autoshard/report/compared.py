@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table
 from autoshard.search.best import AS_GOOD
-from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.compare import Alternative, Comparison, devices_used
 
 

@@ -2,12 +2,12 @@
 
 from rich.console import Console
 
-from autoshard.module_paths import join
+from autoshard.common.module_paths import join
 from autoshard.plan import Plan
+from autoshard.plan.sharding import Cut
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import print_left_off, print_section
 from autoshard.report.words import after, fold_paths, is_part, members, print_item
-from autoshard.sharding import Cut
 
 MOST_WHOLE = 16
 

@@ -11,9 +11,9 @@ from autoshard.cluster.cluster import Cluster, Device, Host, Links
 from autoshard.cluster.hardware import hardware_table
 from autoshard.cluster.links import cards_of, link_groups
 from autoshard.cluster.network import speed_text
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
 from autoshard.report.words import runs
-from autoshard.sizes import format_bytes, format_seconds
 
 FEW = 8
 """Devices, and hosts, that are printed one by one."""

@@ -3,10 +3,10 @@
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.explanation import Alternative, Explanation
+from autoshard.common.sizes import format_bytes, format_seconds
+from autoshard.report.explanation import Alternative, Explanation
 from autoshard.report.layout import INDENT, Column, print_section, print_table
 from autoshard.report.words import print_item
-from autoshard.sizes import format_bytes, format_seconds
 
 _HEADS = {
     "seconds per step": "One step", "seconds per answer": "Answer",

@@ -1,13 +1,13 @@
 """Why a plan for processes is as it is, in words: the whole of it, one device, or one module."""
 
+from autoshard.common.module_paths import is_below
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, RankEstimate
 from autoshard.errors import SpecError
-from autoshard.explanation import Alternative, Explanation
-from autoshard.module_paths import is_below
 from autoshard.plan import Plan
+from autoshard.report.explanation import Alternative, Explanation
 from autoshard.report.terminal import as_sentence
 from autoshard.search.study import Study
-from autoshard.sizes import format_bytes, format_seconds
 
 MOST_ALTERNATIVES = 8
 

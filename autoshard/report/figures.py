@@ -1,10 +1,10 @@
 """The figures that count of a plan, as the terminal and the pages have them: (what, figure, remark)."""
 
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import format_count
-from autoshard.sizes import format_bytes, format_seconds
 
 Row = tuple[str, str, str]
 

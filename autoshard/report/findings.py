@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from autoshard.doctor import Finding
+from autoshard.report.doctor import Finding
 
 _MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("fix", "bold red")}
 

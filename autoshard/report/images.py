@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.events import events
 from autoshard.errors import SpecError
@@ -19,7 +20,6 @@ from autoshard.report.page.colours import KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import fold, lane_of, lanes_of
 from autoshard.report.page.tree import Node, module_tree
 from autoshard.report.rows import device_parts, device_runs
-from autoshard.sizes import format_bytes, format_seconds
 
 WIDTH = 960
 _LEFT, _RIGHT, _ROW, _TOP = 150, 200, 26, 64

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Event, Pipelining
 from autoshard.report.layout import INDENT, Column, print_items, print_left_off, print_section, print_table
-from autoshard.sizes import format_bytes, format_seconds
 
 MOST_LANES = 16
 MOST_STAGES = 32

@@ -3,10 +3,10 @@
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
 from autoshard.report.layout import INDENT, Column, print_left_off, print_section, print_table
-from autoshard.sizes import format_bytes, format_seconds
 
 MEANING = {
     "dp": "replicas with all parameters of their part",

@@ -2,13 +2,13 @@
 
 from rich.console import Console
 
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Streaming
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import print_left_off, print_section
 from autoshard.report.rows import PlacedRow, entry_rows
 from autoshard.report.words import fold, print_item
-from autoshard.sizes import format_bytes
 
 MOST_GROUPS = 24
 

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Estimate, level
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
 from autoshard.report.cuts import print_cuts
 from autoshard.report.figures import time_rows
@@ -40,8 +42,6 @@ from autoshard.report.rows import (
     transfer_rows,
 )
 from autoshard.report.streamed import print_groups, print_streamed
-from autoshard.sizes import format_bytes, format_seconds
-from autoshard.workload import Workload
 
 MARKS = {
     "weights": ("blue", "█", "#"),

@@ -7,8 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from autoshard.common.sizes import format_bytes
 from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table
-from autoshard.sizes import format_bytes
 from autoshard.verify import Verification
 
 VERSION = 1

@@ -8,7 +8,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.module_paths import join
+from autoshard.common.module_paths import join
 from autoshard.report.layout import INDENT
 
 T = TypeVar("T")

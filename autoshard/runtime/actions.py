@@ -17,12 +17,12 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.plan.sharding import DROPOUTS, Action
 from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Close, Listed, Open
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.steps import ALONG, Memo, Step, add_once, bias_beside
-from autoshard.sharding import DROPOUTS, Action
 
 ARGUMENTS = ("enter", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""

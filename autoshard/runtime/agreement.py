@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.common.fingerprint import fingerprint
+from autoshard.common.packed import stored_tensors
 from autoshard.errors import RankError
-from autoshard.fingerprint import fingerprint
-from autoshard.packed import stored_tensors
 from autoshard.plan import Plan
+from autoshard.plan.sharding import Cut
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.departed import Process, this_process
 from autoshard.runtime.meeting import meet
 from autoshard.runtime.moves import named_tensors
-from autoshard.sharding import Cut
 
 _SAMPLE = 16  # values of each tensor that are compared
 _COMPARED_BYTES = 64 << 10  # integers up to this size are compared between ranks, in every step

@@ -13,11 +13,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoshard import torch_private
+from autoshard.common.fingerprint import fingerprint
+from autoshard.common.module_paths import find_scripted
 from autoshard.errors import ApplyError, PlanError
-from autoshard.fingerprint import fingerprint
-from autoshard.module_paths import find_scripted
-from autoshard.placement import check_known, resolve_homes
 from autoshard.plan import Plan, check_placements
+from autoshard.plan.placement import check_known, resolve_homes
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device

@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import nn
 
-from autoshard.module_paths import above, is_below, is_container, parent
-from autoshard.placement import resolve_homes
+from autoshard.common.module_paths import above, is_below, is_container, parent
+from autoshard.plan.placement import resolve_homes
 from autoshard.runtime.around import surround, take_off
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device, send
 from autoshard.runtime.hooks import Guard, Hook, RootHook

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard import torch_private
-from autoshard.packed import stored_tensors
+from autoshard.common.packed import stored_tensors
 from autoshard.runtime.devices import CPU, copy_tensor, set_current
 from autoshard.runtime.mapped import bring
 from autoshard.runtime.pinned import Uploads, has_streams

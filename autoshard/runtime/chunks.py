@@ -22,10 +22,10 @@ import numpy
 import torch
 from torch import nn
 
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in, replace_at, tensor_at, tensors_in
-from autoshard.sharding import coordinates_of, even_shares, kept
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.sharding import coordinates_of, even_shares, kept
 
 PLAIN = (
     bool, int, float, complex, str, bytes, enum.Enum, slice, range, type(None), type(...), torch.dtype, torch.device,

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 
 from autoshard.errors import RankError, first_line
+from autoshard.plan.sharding import coordinates_of, kept, resized
 from autoshard.runtime.departed import Peers, find_gone, peers_of, said_of
-from autoshard.sharding import coordinates_of, kept, resized
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

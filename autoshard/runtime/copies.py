@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.packed import stored_tensors
+from autoshard.common.packed import stored_tensors
 from autoshard.runtime.devices import copy_tensor
 from autoshard.torch_private import is_transformed
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import RankError
+from autoshard.plan.sharding import Cut
 from autoshard.runtime.agreement import Mark, agree
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.draws import Unplanned
@@ -15,7 +16,6 @@ from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
 from autoshard.runtime.sharded import whole_of
 from autoshard.runtime.slices import CutTensor, merge, part_of
-from autoshard.sharding import Cut
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.common.fingerprint import fingerprint
+from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import ApplyError, PlanError
-from autoshard.fingerprint import fingerprint
-from autoshard.module_paths import above, join, parent
 from autoshard.nested import map_tensors, tensors_in
+from autoshard.plan.sharding import Cut, Results, Scale
 from autoshard.runtime.actions import Forget, Hidden, Memo, Step, check, install
 from autoshard.runtime.agreement import Mark, agree, mark_of, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
@@ -39,7 +40,6 @@ from autoshard.runtime.slices import (
     find_cut_tensors,
     merge_tensors,
 )
-from autoshard.sharding import Cut, Results, Scale
 
 
 class Loader(Protocol):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
+from autoshard.common.packed import is_packed, repacked, stored_tensors
 from autoshard.errors import ApplyError, first_line
-from autoshard.layout import gapped_strides
-from autoshard.packed import is_packed, repacked, stored_tensors
+from autoshard.runtime.layout import gapped_strides
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.common.module_paths import is_container
 from autoshard.errors import ApplyError
-from autoshard.module_paths import is_container
-from autoshard.sharding import Cut
+from autoshard.plan.sharding import Cut
 
 _training: Callable[[nn.Module], bool] = attrgetter("training")
 

@@ -8,13 +8,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard import torch_private
+from autoshard.common.source_lines import calling_line
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
 from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.left_behind import attributes
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Step
-from autoshard.source_lines import calling_line
 
 Listed = dict[str, tuple[str, list[Step | Lengths]]]
 """Name of a function -> (the name, the steps at its calls)."""

@@ -9,9 +9,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh, Plan
+from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute
 from autoshard.runtime.sharded import STORED

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError, SpecError
 from autoshard.nested import map_tensors, replace_at, tensors_in
+from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.chunks import Part, piece_of
 from autoshard.runtime.merging import merge, part_weights
 

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import torch
 
+from autoshard.common.packed import stored_tensors
 from autoshard.errors import ApplyError
-from autoshard.packed import stored_tensors
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0  # MAP_NORESERVE: a file larger than the memory may be mapped
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.batching import BatchAxis, BatchOutput
 from autoshard.errors import PlanError
 from autoshard.nested import join_leaves, tensors_within
+from autoshard.plan.batching import BatchAxis, BatchOutput
+from autoshard.plan.sharding import coordinates_of, kept
 from autoshard.runtime.chunks import AS_CALLED, PLAIN, Part, axis_with
-from autoshard.sharding import coordinates_of, kept
 
 
 def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:

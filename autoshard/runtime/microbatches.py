@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.batching import BatchAxis
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.flags import changed_flag

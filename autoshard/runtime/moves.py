@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.common.packed import is_packed, own_attributes, stored_tensors
 from autoshard.errors import ApplyError, first_line
-from autoshard.packed import is_packed, own_attributes, stored_tensors
 from autoshard.runtime.devices import copy_tensor
 from autoshard.runtime.rank_tensor import RankTensor
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from autoshard.collector import all_listed
+from autoshard.common.collector import all_listed
 from autoshard.errors import ApplyError
 from autoshard.runtime.rank_tensor import NESTED
 

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.common.module_paths import join, parent
 from autoshard.errors import PlanError
-from autoshard.module_paths import join, parent
+from autoshard.plan.sharding import Cut
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.sharded import by_block, is_sharded
 from autoshard.runtime.slices import CutTensor
-from autoshard.sharding import Cut
 
 
 def find_partial(

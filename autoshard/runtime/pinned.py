@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from autoshard import torch_private
-from autoshard.packed import is_packed, repacked
+from autoshard.common.packed import is_packed, repacked
 from autoshard.runtime.devices import copy_strides, is_accelerator
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import set_data

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from autoshard import torch_private
-from autoshard.module_paths import is_container
+from autoshard.common.module_paths import is_container
 from autoshard.nested import attributes_of
 from autoshard.plan import Plan
 from autoshard.runtime.around import layers_of, surround

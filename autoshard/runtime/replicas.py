@@ -18,16 +18,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.common.module_paths import find_scripted
+from autoshard.common.packed import own_attributes
 from autoshard.errors import ApplyError
-from autoshard.module_paths import find_scripted
-from autoshard.packed import own_attributes
+from autoshard.plan.sharding import shares_of
 from autoshard.runtime.around import Around
 from autoshard.runtime.chunks import Part
 from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.microbatches import Divide, keep_last, run_part, written_places
 from autoshard.runtime.moves import named_tensors
-from autoshard.sharding import shares_of
 
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from autoshard.common.module_paths import above
 from autoshard.errors import ApplyError, PlanError
-from autoshard.module_paths import above
 from autoshard.plan import Plan
 from autoshard.runtime.devices import CPU
 from autoshard.runtime.mapped import file_of

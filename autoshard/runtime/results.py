@@ -18,9 +18,9 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
+from autoshard.plan.sharding import Cut, Results, result_of
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.sharding import Cut, Results, result_of
 
 _as_array = torch.Tensor.numpy  # another may stand there while a module of a pipeline is watched
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.common.module_paths import join
 from autoshard.errors import PlanError
-from autoshard.module_paths import join
-from autoshard.sharding import Cut, Scale
+from autoshard.plan.sharding import Cut, Scale
 
 Old = tuple[str, str, Any, bool]
 """(module path, attribute, value it had, whether it was the module's own, not its class's)."""

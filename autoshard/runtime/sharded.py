@@ -25,9 +25,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
+from autoshard.common.module_paths import is_below
+from autoshard.common.packed import own_attributes
 from autoshard.errors import ApplyError, PlanError
-from autoshard.module_paths import is_below
-from autoshard.packed import own_attributes
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter, Weight

@@ -13,15 +13,15 @@ import numpy
 import torch
 from torch import nn
 
+from autoshard.common.module_paths import join
+from autoshard.common.packed import is_packed, repacked
 from autoshard.errors import PlanError
-from autoshard.module_paths import join
-from autoshard.packed import is_packed, repacked
+from autoshard.plan.sharding import Cut, coordinates_of
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import Undo, geometry, memory_groups, named_tensors, replace_all
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.sharding import Cut, coordinates_of
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 """Returns memory of a shape and dtype on a device, with any values."""

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.common.module_paths import above, is_below, parent
 from autoshard.errors import ApplyError, PlanError
-from autoshard.module_paths import above, is_below, parent
-from autoshard.placement import covering_entry
 from autoshard.plan import Mesh, Plan
+from autoshard.plan.placement import covering_entry
+from autoshard.plan.sharding import Cut, Results
 from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, together
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
@@ -36,7 +37,6 @@ from autoshard.runtime.sharded import (
     whole_of,
 )
 from autoshard.runtime.sharded_stages import lower, shard_stages, shards_stages, unshard_stages, withdraw
-from autoshard.sharding import Cut, Results
 
 SMALL_BUFFER = 1 << 16
 """Elements up to which a buffer of another stage is kept: capture keeps the values of these."""

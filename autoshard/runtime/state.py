@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from autoshard.batching import BatchAxis
 from autoshard.errors import ApplyError
+from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.streaming import Streams

@@ -10,8 +10,8 @@ from torch.nn.attention.bias import causal_lower_right
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
+from autoshard.plan.sharding import Action, LocalLength
 from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, enter, leave, reduce, tracked
-from autoshard.sharding import Action, LocalLength
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 """Functions of (input, weight, bias)."""

@@ -13,20 +13,20 @@ from torch import nn
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason
-from autoshard.collector import no_collection
+from autoshard.common.collector import no_collection
+from autoshard.common.progress import tell
 from autoshard.engine.estimate import Estimate
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
-from autoshard.progress import tell
 from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Goal, Priced, Searched, Task, alone
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.limits import Given, parse_mesh
 from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.traced import Traced, trace, why_undivided
-from autoshard.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.recipe import Recipe
 from autoshard.search.best import Priced, Task, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.processes import asked_of, write_plan
 from autoshard.search.reasons import shown_mesh, used_bytes
-from autoshard.sizes import format_bytes
 from autoshard.strategies.compare import Alternative, Comparison
 
 AXES: dict[str, tuple[str, ...]] = {

@@ -6,6 +6,7 @@ The same devices are searched again with weights of 8 and of 4 bits, and what fi
 from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_seconds
 from autoshard.engine.pricer import price
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
@@ -13,7 +14,6 @@ from autoshard.profile.profile import Profile
 from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.reasons import shown_mesh
 from autoshard.search.traced import trace
-from autoshard.sizes import format_seconds
 
 FEWER_BITS = {"int8": "8-bit", "int4": "4-bit"}
 STORES = ("cpu", "disk")

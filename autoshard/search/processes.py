@@ -14,21 +14,21 @@ import torch
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import RESERVED, Cluster, Device, plan_device
 from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason
+from autoshard.common.module_paths import parent
+from autoshard.common.sizes import format_seconds
 from autoshard.engine.cards import card_of
 from autoshard.engine.precision import inference_precision, training_precision
 from autoshard.engine.price import split_stages
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
-from autoshard.module_paths import parent
 from autoshard.plan import Mesh, Plan, Stage
+from autoshard.plan.workload import Workload
 from autoshard.search.best import Goal, Priced, Searched, Task, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.limits import Given, check_given, limits_of
 from autoshard.search.reasons import explain, refuse, shown_mesh
 from autoshard.search.traced import Traced
-from autoshard.sizes import format_seconds
 from autoshard.strategies.paths import collapse
-from autoshard.workload import Workload
 
 STRATEGY_AXES: dict[str, tuple[str, ...]] = {
     "auto": ("dp", "fsdp", "tp", "pp", "cp", "ep"),

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.memory import outside_bytes
 from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
 from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, Task, is_run, part_of, search
-from autoshard.sizes import format_bytes, format_seconds
 
 WHAT: Mapping[str, str] = {
     "dp": "replicas that keep all parameters of their part",

@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
-from autoshard.batching import of_size
-from autoshard.choices import Strategy
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.hardware import hardware_table
 from autoshard.cluster.parse import MACHINE, parse_devices
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import price
 from autoshard.engine.replicas import rows_per_replica
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan import Plan
+from autoshard.plan.batching import of_size
+from autoshard.plan.choices import Strategy
+from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
-from autoshard.sizes import format_bytes
-from autoshard.workload import Workload
 
 MOST_OPS = 50_000
 """Recorded ops that the cells of a page may take, some 7 s; to plan anew counts as half a run, with offload as one."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import Topology
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import FULL, Estimate
 from autoshard.engine.played import Played, play_answer, play_step
 from autoshard.engine.price import StepEstimate
@@ -20,7 +21,6 @@ from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.reasons import beside, explain, remedy, shown_mesh, used_bytes
 from autoshard.search.sizes import Cell
 from autoshard.search.traced import Traced, trace, why_undivided
-from autoshard.sizes import format_bytes, format_seconds
 
 MOST_PRICED = 10_000
 """Recipes that the other sizes of a page may take, some seconds: each size takes about as many as the plan's own."""

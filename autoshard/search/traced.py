@@ -11,7 +11,7 @@ from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.engine.blocks import ModelWork, model_work
 from autoshard.errors import AutoshardError, CaptureError, PlanError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 TRACED_SAMPLES = 2
 """Samples of the traced run: two tell which dimensions belong to the batch."""

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from autoshard.sizes import format_bytes
+from autoshard.common.sizes import format_bytes
 
 
 class SimulatedOutOfMemoryError(torch.OutOfMemoryError):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autoshard.sizes import format_bytes, format_seconds
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.strategies.chain import Chain
 
 _MORE = 1.04

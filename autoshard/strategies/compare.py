@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.placed import lower_bound
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.sizes import format_bytes, format_seconds
 
 _SAME = 1e-9
 """Relative difference of rounding: plans that differ by less cost the same."""

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from autoshard.axes.axis import describe
 from autoshard.axes.groups import AxisGroups
-from autoshard.module_paths import above
-from autoshard.sharding import Cut, Part, Results, result_of
+from autoshard.common.module_paths import above
+from autoshard.plan.sharding import Cut, Part, Results, result_of
 
 
 def find_results(found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Results, ...]:

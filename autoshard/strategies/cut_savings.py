@@ -18,12 +18,12 @@ from autoshard.axes.unchecked import as_cut
 from autoshard.capture.columns import columns_of
 from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.common.module_paths import join
 from autoshard.engine.cuts import Collective, Traced, Tracer
 from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
-from autoshard.module_paths import join
+from autoshard.plan.sharding import Cut, even_shares
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.sharding import Cut, even_shares
 
 Array = np.ndarray
 

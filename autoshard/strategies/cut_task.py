@@ -4,10 +4,10 @@ from dataclasses import dataclass, field
 
 from autoshard.axes.groups import AxisGroup
 from autoshard.cluster.cluster import Cluster, Device
+from autoshard.common.module_paths import join
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import Pricer
 from autoshard.engine.timing import op_seconds
-from autoshard.module_paths import join
 from autoshard.profile.profile import Profile
 from autoshard.strategies.cut_choice import Option
 from autoshard.strategies.cut_savings import Saving

@@ -14,18 +14,18 @@ from itertools import permutations
 import numpy as np
 
 from autoshard.axes.regions import element_of, repeated_elements
-from autoshard.batching import BatchAxis
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.common.module_paths import is_below, parent
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate
 from autoshard.engine.replicas import Block, Figures, RowSizes, Run, blocks_of
 from autoshard.errors import PlanError
-from autoshard.module_paths import is_below, parent
 from autoshard.plan import Mesh, Plan, Stage
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.sharding import even_shares
 from autoshard.profile.profile import Profile
-from autoshard.sharding import even_shares
-from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.shares import divide
 
 _MOVES = 32

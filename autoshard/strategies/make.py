@@ -4,11 +4,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import cast
 
-from autoshard.choices import Objective, check_choices
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.engine.streamed import compute_devices, streaming_bound
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
+from autoshard.plan.choices import Objective, check_choices
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units
 from autoshard.strategies.chain import Chain, chain_from_profile

@@ -14,8 +14,8 @@ from itertools import product
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.choices import Objective
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.module_paths import is_below
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import price
 from autoshard.engine.streamed import (
@@ -29,8 +29,8 @@ from autoshard.engine.streamed import (
     without_storages,
 )
 from autoshard.flow import Flow, flow
-from autoshard.module_paths import is_below
 from autoshard.plan import Plan
+from autoshard.plan.choices import Objective
 from autoshard.profile.answer import prompt_and_token, times_computed
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units

@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.streamed import STORES
 from autoshard.profile.profile import Profile
-from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.offload import Lack, Offloaded
 
 

@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from autoshard.choices import Objective
+from autoshard.plan.choices import Objective
 from autoshard.strategies.chain import Array, Cost, cost_of
 from autoshard.strategies.stage_costs import StageCosts
 

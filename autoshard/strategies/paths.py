@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.common.module_paths import above, is_below, parent
 from autoshard.errors import SpecError
-from autoshard.module_paths import above, is_below, parent
-from autoshard.placement import devices_below
+from autoshard.plan.placement import devices_below
 
 
 def pins_of_units(

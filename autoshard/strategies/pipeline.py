@@ -12,22 +12,22 @@ from itertools import permutations
 
 import numpy as np
 
-from autoshard.batching import BatchAxis
 from autoshard.capture.graph import ModelGraph
-from autoshard.choices import check_choices
 from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.common.module_paths import above, parent
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import Pricer
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError, SpecError
 from autoshard.flow import flow
-from autoshard.module_paths import above, parent
 from autoshard.plan import Mesh, Plan, Stage
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.choices import check_choices
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units, tensor_units
 from autoshard.schedules.orders import check_schedule
-from autoshard.sizes import format_bytes
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.stages import Array, Cutting, StageCuts, Way, between, layer_begins, layer_figures

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from autoshard.choices import Objective
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import price
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
+from autoshard.plan.choices import Objective
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units, weight_bytes
 from autoshard.strategies.chain import Array, Chain, cost_of, join, tie_choices

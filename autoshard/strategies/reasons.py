@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from autoshard.choices import Objective
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate
-from autoshard.sizes import format_bytes
+from autoshard.plan.choices import Objective
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.partition import Solution
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster, Link, Links
 from autoshard.cluster.links import make_links
-from autoshard.sizes import format_bytes
+from autoshard.common.sizes import format_bytes
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.partition import Room, most_even
 from autoshard.strategies.placing import levels

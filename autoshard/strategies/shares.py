@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Sequence
 
-from autoshard.sharding import even_shares
+from autoshard.plan.sharding import even_shares
 
 _AS_GOOD = 1.02
 """Even shares are taken where they cost at most so much more: almost equal devices count as equal."""

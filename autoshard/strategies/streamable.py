@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.module_paths import above, is_below, parent
+from autoshard.common.module_paths import above, is_below, parent
 
 _MOST_MODULES = 2_000
 _MOST_DIVISIONS = 32

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.module_paths import join
 from autoshard.errors import PlanError
-from autoshard.module_paths import join
 from autoshard.plan import Plan
+from autoshard.plan.tp_plan import wanted_dims
 from autoshard.profile.profile import Profile
 from autoshard.strategies.column_parallel import CheckCuts, column_parallel
-from autoshard.tp_plan import wanted_dims
 
 
 def as_written(

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.batching import ASSUMED
 from autoshard.errors import ApplyError, VerifyError, first_line
 from autoshard.plan import Plan
+from autoshard.plan.batching import ASSUMED
 from autoshard.runtime import remove
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.collectives import count_processes

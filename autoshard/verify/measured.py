@@ -22,8 +22,8 @@ from autoshard.capture.backward import training_loss
 from autoshard.capture.inputs import as_call, derive_inputs
 from autoshard.engine.estimate import Event
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.runtime import apply_plan
-from autoshard.workload import Workload
 
 _WARM_UP = 2
 Taken = Callable[[], tuple[Event, ...]]

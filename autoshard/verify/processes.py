@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.batching import BatchAxis
 from autoshard.errors import AutoshardError, VerifyError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.schedule import RankSchedule
 from autoshard.plan import Plan
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.sharding import even_shares
 from autoshard.runtime import apply_plan
 from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.dispatch import own_place
 from autoshard.runtime.pipeline_record import pipeline_record
-from autoshard.sharding import even_shares
 from autoshard.verify.compare import Errors, compare, stopped
 from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import Result, Work, after_backward, optimizer_of, results_of, run

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from autoshard.capture.backward import training_loss
+from autoshard.common.packed import named_stored
 from autoshard.nested import map_tensors, tensors_in
-from autoshard.packed import named_stored
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.sharded import whole_of

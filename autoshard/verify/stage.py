@@ -10,8 +10,8 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import cluster_of
-from autoshard.placement import resolve_homes
 from autoshard.plan import Plan, PlanDevice
+from autoshard.plan.placement import resolve_homes
 from autoshard.runtime.collectives import count_processes
 from autoshard.simulate import SimulatedDevices, active_devices, simulate
 

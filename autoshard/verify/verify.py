@@ -16,12 +16,13 @@ from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.inputs import Call, as_call, derive_inputs
+from autoshard.common.progress import tell
 from autoshard.engine.pricer import price
 from autoshard.engine.streamed import with_stores
 from autoshard.errors import AutoshardError, VerifyError
 from autoshard.plan import Plan, refuse_priced_alone
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
-from autoshard.progress import tell
 from autoshard.runtime import apply_device_map, apply_plan, is_applied
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
@@ -35,7 +36,6 @@ from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.run import Result, Work, run
 from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, run_both
 from autoshard.verify.stage import Stage, accelerators_of, cluster_here, devices_of, home_of, is_divided
-from autoshard.workload import Workload
 
 
 def verify(

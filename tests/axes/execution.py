@@ -12,7 +12,7 @@ from autoshard.axes.groups import _times
 from autoshard.axes.walk import Contraction, Walk
 from autoshard.capture.graph import Op
 from autoshard.capture.traits import tensors_of
-from autoshard.sharding import even_shares, kept
+from autoshard.plan.sharding import even_shares, kept
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -24,7 +24,7 @@ from autoshard.axes.axis import (
     size_of,
     unify,
 )
-from autoshard.sharding import coordinates_of, even_shares, kept
+from autoshard.plan.sharding import coordinates_of, even_shares, kept
 
 SIZES = st.sampled_from([6, 8, 12, 16, 24, 36, 48])
 

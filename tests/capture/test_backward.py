@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from autoshard.capture.capture import capture
 from autoshard.capture.module import replay
 from autoshard.errors import CaptureError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
 
 TRAINING = Workload(mode="training")

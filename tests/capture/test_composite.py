@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard import nested
 from autoshard.capture.capture import capture
 from autoshard.errors import SpecError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.models import WORKING_CASES, over
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
-from autoshard.workload import Workload
 
 TEXT = {
     "vocab_size": 100,

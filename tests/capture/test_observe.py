@@ -8,7 +8,7 @@ from torch import nn
 from autoshard import nested
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.observe import TensorSpec, fill_specs
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.models import HF_CASES, by_name, over
 
 

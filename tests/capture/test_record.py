@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import HOST, UNKNOWN
 from autoshard.capture.module import replay
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
 
 aten = torch.ops.aten

@@ -7,7 +7,7 @@ from torch import nn
 from autoshard.capture.capture import capture
 from autoshard.capture.stages import divide
 from autoshard.errors import PlanError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 
 class Tied(nn.Module):

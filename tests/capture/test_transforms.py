@@ -8,7 +8,7 @@ from torch.func import functional_call, grad, vmap
 import autoshard
 from autoshard.capture.module import replay
 from autoshard.check.batch import find_batch_axis
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
 

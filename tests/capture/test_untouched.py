@@ -12,9 +12,9 @@ from torch import nn
 
 from autoshard.capture.capture import capture
 from autoshard.capture.module import replay
+from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import CaptureError
-from autoshard.fingerprint import fingerprint
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.adversaries.capture import TRACES, rows
 
 

@@ -5,12 +5,12 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.batching import BatchAxis
 from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.workload import Workload
 from autoshard.runtime.chunks import split
 from autoshard.runtime.merging import merge
-from autoshard.workload import Workload
 
 from .batches import Counter, Decoder, Grouped, Output, Pair, Small, Statistics
 

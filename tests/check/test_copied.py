@@ -6,7 +6,7 @@ from torch import nn
 
 from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 
 class Keeping(nn.Module):

@@ -13,11 +13,11 @@ from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.check.cuts import CutChecks, check_cuts
-from autoshard.module_paths import join
-from autoshard.plan_cuts import Refusal
+from autoshard.common.module_paths import join
+from autoshard.plan.cuts import Refusal
+from autoshard.plan.sharding import Cut, even_shares
 from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.cuts import apply_cuts
-from autoshard.sharding import Cut, even_shares
 from tests.check.blocks import (
     Alike,
     Attending,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 WIDTH, EXPERTS, CHOSEN = 8, 4, 2
 MANY = 10_000_000

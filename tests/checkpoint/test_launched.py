@@ -6,8 +6,8 @@ import safetensors.torch
 import torch
 
 import autoshard
-from autoshard.api import _completed
 from autoshard.plan import Plan
+from autoshard.search import asked
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import decoder, largest_error, own_part, plan_for, samples, wholes
 from tests.torch_releases import sharded_replicas
@@ -27,7 +27,7 @@ def completed(text, model, inputs):
     """A plan with its cuts and how its batch is divided, found once here and not by every process."""
     plan = Plan.from_json(text)
     with mock.patch("autoshard.runtime.launched.count_processes", lambda: plan.mesh.size):
-        return _completed(model, plan, inputs).to_json()
+        return asked.completed(model, plan, inputs).to_json()
 
 
 def saved(text, folder):

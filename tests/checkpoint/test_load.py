@@ -16,10 +16,10 @@ from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.traced import traced
 from autoshard.errors import ApplyError, CheckpointError, RankError
 from autoshard.plan import Plan, PlanDevice
+from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import named_tensors, tied_groups
-from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, make
 

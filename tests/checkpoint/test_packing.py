@@ -16,7 +16,7 @@ from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.reading import read_into
 from autoshard.checkpoint.traced import traced
-from autoshard.packed import repacked, stored_bytes, stored_tensors
+from autoshard.common.packed import repacked, stored_bytes, stored_tensors
 from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
 from tests.ranks import run_ranks
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import CheckpointError, RankError, SpecError
+from autoshard.plan.sharding import even_shares
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.sharding import even_shares
 from tests.checkpoint.directories import assert_same, contents, tensors
 from tests.models import by_name
 from tests.packed_models import pack_linears

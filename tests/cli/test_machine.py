@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from autoshard.cli.launch import launch_of, processes_of
 from autoshard.cli.main import app
-from autoshard.doctor import Finding, _talk
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VARIABLE, Mesh, Plan, PlanDevice
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
+from autoshard.report.doctor import Finding, _talk
 
 SCRIPT = """
 import os, sys
@@ -98,7 +98,7 @@ def test_doctor_finds_something_for_every_check():
 
 
 def test_doctor_says_why_processes_cannot_talk(monkeypatch):
-    monkeypatch.setattr("autoshard.doctor._TALK", "import sys; raise ValueError(f'no backend {sys.argv[1]}')")
+    monkeypatch.setattr("autoshard.report.doctor._TALK", "import sys; raise ValueError(f'no backend {sys.argv[1]}')")
     found = _talk("nothing")
     assert isinstance(found, Finding) and found.status == "bad"
     assert found.found == "two processes can't talk: ValueError: no backend nothing"

@@ -6,8 +6,8 @@ import pytest
 from typer.testing import CliRunner
 
 from autoshard.cli.main import app
+from autoshard.common.sizes import format_seconds
 from autoshard.plan import Plan
-from autoshard.sizes import format_seconds
 
 MODEL = """
 import torch

@@ -15,10 +15,10 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.plan.workload import Workload
 from autoshard.report.devices import print_devices, print_hardware
 from autoshard.report.rows import cut_bar, holders, placed_rows, transfer_rows
 from autoshard.report.terminal import print_plan, print_profile
-from autoshard.workload import Workload
 
 GIB = 2**30
 

@@ -14,7 +14,7 @@ from autoshard.cli.main import app
 from autoshard.cli.target import UserCodeError, load_target
 from autoshard.errors import SpecError
 from autoshard.integrations.skeleton import has_weights, without_weights
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 HEADER = "import torch\nfrom torch import nn\n"
 

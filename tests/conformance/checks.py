@@ -18,7 +18,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.module import replay
 from autoshard.cluster.parse import parse_devices
 from autoshard.nested import map_tensors, tensors_in
-from autoshard.placement import resolve_homes
+from autoshard.plan.placement import resolve_homes
 from autoshard.profile.profile import Profile
 from autoshard.strategies import make_plan
 

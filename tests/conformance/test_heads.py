@@ -14,9 +14,9 @@ from autoshard.capture.capture import capture
 from autoshard.check.cuts import check_cuts
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
+from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.strategies.column_parallel import column_parallel
-from autoshard.workload import Workload
 from tests.models.case import energise
 from tests.models.hf import TEXT, build
 from tests.threads import run_ranks

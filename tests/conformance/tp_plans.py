@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import autoshard
 from autoshard.cluster.cluster import Cluster, Device, Link
-from autoshard.module_paths import above, is_below, join
-from autoshard.sharding import count_collectives
+from autoshard.common.module_paths import above, is_below, join
+from autoshard.plan.sharding import count_collectives
 
 # What each style of a written plan cuts, and the (all-reduces, gathers) that it costs in a forward.
 CUTTING = {

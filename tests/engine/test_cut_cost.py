@@ -19,10 +19,10 @@ from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.engine.pricer import price
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
+from autoshard.plan.sharding import Cut, Scale
+from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import apply_cuts
-from autoshard.sharding import Cut, Scale
 from autoshard.strategies.cut_reasons import collectives
-from autoshard.workload import Workload
 
 INFERENCE, TRAINING = Workload(), Workload(mode="training")
 

@@ -10,7 +10,7 @@ from torch import nn
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.events import LINKS, events
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 
 class Net(nn.Module):

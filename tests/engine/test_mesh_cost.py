@@ -10,7 +10,6 @@ from torch import nn
 import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.axes.unchecked import unchecked
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.parse import parse_devices
@@ -18,8 +17,9 @@ from autoshard.engine.placed import lower_bound
 from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece, price
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import column_parallel
-from autoshard.workload import Workload
 
 BATCH, WIDTH = 16, 64
 

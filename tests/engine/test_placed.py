@@ -11,10 +11,10 @@ from autoshard.engine.pricer import price
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.units import find_units
 from autoshard.strategies.chain import chain_from_profile
-from autoshard.workload import Workload
 from tests.models import by_name
 from tests.profile.test_measure import two_linears
 

@@ -8,7 +8,7 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 WIDTH = 32
 

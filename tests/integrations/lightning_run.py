@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import autoshard
-from autoshard.lightning import AutoshardProcessesStrategy, AutoshardStrategy
+from autoshard.integrations.lightning import AutoshardProcessesStrategy, AutoshardStrategy
 
 
 class Regression(lightning.LightningModule):

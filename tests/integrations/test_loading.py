@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import CheckpointError, PlanError, SpecError
-from autoshard.fingerprint import fingerprint
 from autoshard.integrations.huggingface import load_model
 from autoshard.runtime.moves import named_tensors, tied_groups
 from tests.conformance.checks import plan_tightly, profiled

@@ -6,9 +6,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 import autoshard
+from autoshard.common.packed import is_packed, named_stored, stored_bytes
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.huggingface import load_model, quantization_note
-from autoshard.packed import is_packed, named_stored, stored_bytes
 from autoshard.runtime.moves import named_tensors, tied_groups
 from tests.models import by_name
 from tests.packed_models import TOKENS, Blocks

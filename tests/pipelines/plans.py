@@ -2,12 +2,12 @@
 
 import torch
 
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
-from autoshard.fingerprint import fingerprint
+from autoshard.common.fingerprint import fingerprint
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.workload import Workload
 from autoshard.runtime.chunks import bind, plain_arguments
-from autoshard.workload import Workload
 
 
 def batch_of(model, inputs):

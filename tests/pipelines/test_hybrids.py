@@ -8,8 +8,8 @@ import torch
 
 import autoshard
 from autoshard import Plan, Workload
+from autoshard.common.module_paths import is_below, parent
 from autoshard.errors import ApplyError, PlanError
-from autoshard.module_paths import is_below, parent
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh
 from tests.models.hf import HF_CASES

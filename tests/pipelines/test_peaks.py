@@ -13,9 +13,9 @@ from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pricer import estimate_mesh
 from autoshard.plan import Plan, Stage
+from autoshard.plan.workload import Workload
 from autoshard.strategies.data_parallel import data_parallel
 from autoshard.strategies.pipeline import pipeline
-from autoshard.workload import Workload
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import live_bytes, optimizer_step_bytes, profile_graph
-from autoshard.workload import Workload
 from tests.live_bytes import LiveBytes
 from tests.models import by_name
 from tests.profile.handmade import Builder

@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pricer import price
 from autoshard.plan import Plan
+from autoshard.plan.batching import BatchAxis, BatchInput
+from autoshard.plan.workload import Workload
 from autoshard.profile.part import part_of_batch
-from autoshard.workload import Workload
 
 
 class Decoder(nn.Module):

@@ -6,9 +6,9 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 import autoshard
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import SpecError
 from autoshard.report.images import pictures, to_png
-from autoshard.sizes import format_bytes
 from tests.engine.test_events import made
 
 SVG = "{http://www.w3.org/2000/svg}"

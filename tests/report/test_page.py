@@ -10,13 +10,13 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.comparing import compare_all
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.events import events
-from autoshard.planning import Request
 from autoshard.report.page import make_page
 from autoshard.report.page.lanes import fold, timeline_data
 from autoshard.report.page.tree import module_tree
-from autoshard.sizes import format_bytes, format_seconds
+from autoshard.search.comparing import compare_all
+from autoshard.search.request import Request
 from tests.engine.test_events import CASES, made
 
 VOID = {"meta", "link", "br", "input"}

@@ -14,6 +14,8 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.common.sizes import format_bytes, format_seconds
+from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.report.document import plan_document
 from autoshard.report.explained_processes import explain_study
@@ -25,8 +27,6 @@ from autoshard.report.trace import trace_document
 from autoshard.search.limits import Given
 from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.study import study
-from autoshard.sizes import format_bytes, format_seconds
-from autoshard.workload import Workload
 from tests.report.test_page import Structure
 from tests.search.models import traced
 

@@ -9,9 +9,9 @@ import torch
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.events import events
+from autoshard.plan.workload import Workload
 from autoshard.report.trace import trace_document
 from autoshard.verify.measured import measure_pass, measuring
-from autoshard.workload import Workload
 from tests.engine.test_events import Net, made
 from tests.hooks import is_hooked
 

@@ -6,9 +6,9 @@ import torch
 
 import autoshard
 from autoshard.nested import tensors_in
+from autoshard.plan.sharding import even_shares
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import merge
-from autoshard.sharding import even_shares
 from tests.hooks import is_hooked
 from tests.runtime.cut_models import CASES
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoshard.sharding import Action, Cut, Scale, Shard, even_shares
+from autoshard.plan.sharding import Action, Cut, Scale, Shard, even_shares
 
 
 @dataclass(frozen=True)

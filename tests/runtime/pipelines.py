@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan import Mesh, Plan, Stage
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 
 VOCAB = 20
 LABELLED = BatchAxis(

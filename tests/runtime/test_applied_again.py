@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 
 import autoshard
+from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import PlanError, RankError
-from autoshard.fingerprint import fingerprint
 from autoshard.plan import Plan, PlanDevice
+from autoshard.plan.workload import Workload
 from autoshard.runtime import apply_plan, remove
 from autoshard.runtime.cuts import cut_record
-from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, make
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.runtime.chunks import bind, count_rows, split, split_rows
 from autoshard.runtime.merging import Unmerged, merge
 

@@ -9,8 +9,8 @@ import autoshard
 from autoshard.check.context import find_context
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.search.traced import trace
-from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import largest_error, train
 from tests.torch_releases import sharded_replicas

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.plan.sharding import Action
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import join
-from autoshard.sharding import Action
 from tests.conformance.rank_checks import ADD, GATHER
 from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, check_checkpoint, loss_of, make

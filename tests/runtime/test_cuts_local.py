@@ -12,11 +12,11 @@ from torch.overrides import TorchFunctionMode
 import autoshard
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.plan.sharding import Cut, Shard
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.cuts import apply_cuts, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running, spread
-from autoshard.sharding import Cut, Shard
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder
 

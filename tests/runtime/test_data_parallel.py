@@ -15,11 +15,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.nested import tensors_in
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
-from autoshard.workload import Workload
+from autoshard.plan.batching import BatchAxis, BatchInput
+from autoshard.plan.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import CASES
 from tests.torch_releases import sharded_replicas

@@ -8,7 +8,7 @@ from torch import nn
 import autoshard
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import largest_error, own_part, wholes
 from tests.torch_releases import sharded_replicas

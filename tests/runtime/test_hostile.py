@@ -13,7 +13,7 @@ from torch import nn
 import autoshard
 from autoshard.errors import AutoshardError
 from autoshard.nested import tensors_in
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 WIDTH = 16
 SETTINGS = {

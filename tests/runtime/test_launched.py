@@ -16,10 +16,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import autoshard
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.sharded import whole_of
-from autoshard.workload import Workload
 from tests.hooks import is_hooked
 from tests.ranks import run_ranks
 from tests.search.models import Decoder, Layer

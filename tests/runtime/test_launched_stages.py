@@ -15,8 +15,8 @@ import autoshard
 from autoshard.errors import PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.runtime import sharded
-from autoshard.workload import Workload
 from tests.models import by_name
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import decoder, largest_error, refused, samples, wholes

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.errors import PlanError
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from tests.hooks import is_hooked
 from tests.runtime.pipelines import LABELLED, VOCAB, pipeline, sentences, words
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 from tests.hooks import is_hooked
 
 TRAINING = Workload(mode="training")

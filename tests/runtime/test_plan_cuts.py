@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
-from autoshard.plan_cuts import Whole, is_axis
-from autoshard.sharding import Action, Cut, Part, Results, Scale, Shard, coordinates_of
-from autoshard.workload import Workload
+from autoshard.plan.cuts import Whole, is_axis
+from autoshard.plan.sharding import Action, Cut, Part, Results, Scale, Shard, coordinates_of
+from autoshard.plan.workload import Workload
 from tests.runtime.test_plan_file import JSON
 from tests.runtime.test_plan_file import example as example_without_cuts
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VERSION, Plan, PlanDevice
-from autoshard.workload import Workload
+from autoshard.plan.workload import Workload
 
 NAMES = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=6)
 JSON = st.recursive(

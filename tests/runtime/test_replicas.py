@@ -13,8 +13,8 @@ from autoshard.check.batch import find_batch_axis
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice
-from autoshard.sharding import proportional_shares
-from autoshard.workload import Workload
+from autoshard.plan.sharding import proportional_shares
+from autoshard.plan.workload import Workload
 
 DEVICES = "3x64MiB"
 TRAINING = Workload(mode="training")

@@ -5,9 +5,9 @@ import torch
 
 from autoshard.check.rank import LoneRank
 from autoshard.errors import ApplyError
+from autoshard.plan.sharding import Action, resized
 from autoshard.runtime.actions import Memo, Step
 from autoshard.runtime.collectives import Axis
-from autoshard.sharding import Action, resized
 from tests.threads import run_ranks
 
 

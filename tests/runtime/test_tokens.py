@@ -10,9 +10,9 @@ from torch import nn
 import autoshard
 from autoshard.errors import ApplyError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
-from autoshard.workload import Workload
 from tests.ranks import run_ranks
 from tests.torch_releases import sharded_replicas
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from autoshard.plan.workload import Workload
 from autoshard.search.traced import Traced, trace
-from autoshard.workload import Workload
 
 
 class Layer(nn.Module):

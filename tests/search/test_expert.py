@@ -12,8 +12,8 @@ import transformers
 
 from autoshard.cluster.parse import parse_devices
 from autoshard.plan import Mesh
+from autoshard.plan.workload import Workload
 from autoshard.search.choose import Chosen, Wishes, choose
-from autoshard.workload import Workload
 
 pytestmark = pytest.mark.slow
 

@@ -5,8 +5,8 @@ import torch
 
 import autoshard
 from autoshard.errors import PlanError, SpecError
+from autoshard.plan.workload import Workload
 from autoshard.search.largest import largest
-from autoshard.workload import Workload
 from tests.engine.test_mesh_cost import Net
 
 

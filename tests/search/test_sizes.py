@@ -9,11 +9,11 @@ import torch
 from typer.testing import CliRunner
 
 import autoshard
-from autoshard.batching import of_size
 from autoshard.cli.main import app
 from autoshard.cluster.parse import parse_devices
+from autoshard.plan.batching import of_size
+from autoshard.plan.workload import Workload
 from autoshard.search.sizes import for_size
-from autoshard.workload import Workload
 from tests.engine.test_events import Net
 from tests.report.net import MODEL
 

@@ -15,9 +15,9 @@ from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import AutoshardError, SpecError
 from autoshard.flow import flow
 from autoshard.plan import Mesh, Plan, Stage
-from autoshard.planning import Request
 from autoshard.profile.units import find_units, tensor_units
 from autoshard.schedules.orders import check_schedule
+from autoshard.search.request import Request
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse
 

@@ -11,16 +11,16 @@ from torch import nn
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import parse_devices
+from autoshard.common.sizes import format_seconds
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.answer import op_counts, prompt_and_token
 from autoshard.profile.experts import hit_part
 from autoshard.profile.profile import Profile
 from autoshard.report.document import estimate_data
-from autoshard.sizes import format_seconds
 from autoshard.strategies import make_plan
-from autoshard.workload import Workload
 
 EXPERTS, CHOSEN, WIDTH, INNER, LAYERS = 128, 8, 2048, 768, 6
 EXPERT_BYTES = EXPERTS * 3 * WIDTH * INNER * 2

@@ -11,10 +11,11 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
-from autoshard.planning import Request, candidates_of, compare, plan_measured
+from autoshard.plan.workload import Workload
+from autoshard.search.planning import candidates_of, compare, plan_measured
+from autoshard.search.request import Request
 from autoshard.strategies.compare import Alternative, Candidate, _best_of, devices_used, explained, lowest, value_of
 from autoshard.strategies.compare import compare as compare_candidates
-from autoshard.workload import Workload
 from tests.engine.test_mesh_cost import BATCH, INPUTS, Net
 
 OBJECTIVES = ("latency", "throughput", "memory")

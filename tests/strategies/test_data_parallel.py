@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.batching import BatchAxis, BatchInput
+from autoshard.plan.workload import Workload
 from autoshard.strategies.data_parallel import data_parallel, gathered_blocks
-from autoshard.workload import Workload
 
 BATCH = BatchAxis(size=12, inputs=(BatchInput(path="x", dim=0, axis="*12"),), outputs=())
 GIB = 1 << 30

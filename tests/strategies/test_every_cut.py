@@ -17,9 +17,9 @@ from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import _conflicts, column_parallel
 from autoshard.strategies.shares import divide
-from autoshard.workload import Workload
 
 
 class Block(nn.Module):

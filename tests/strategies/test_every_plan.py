@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.cluster.cluster import Cluster, Device, Link
 from autoshard.errors import PlanError
-from autoshard.planning import Request, candidates_of
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
+from autoshard.search.planning import candidates_of
+from autoshard.search.request import Request
 from autoshard.strategies.compare import Comparison, compare
-from autoshard.workload import Workload
 from tests.strategies.every_plan import least_of_all
 
 ROWS = 4

@@ -8,14 +8,14 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.common.sizes import parse_bytes
 from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
-from autoshard.placement import covering_entry
 from autoshard.plan import check_placements
+from autoshard.plan.placement import covering_entry
+from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
-from autoshard.sizes import parse_bytes
 from autoshard.strategies import make_plan
-from autoshard.workload import Workload
 
 STRATEGIES = ("auto", "sequential", "balanced", "balanced_low_0")
 KIB = 1024

@@ -9,16 +9,16 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.common.module_paths import is_below
+from autoshard.common.sizes import parse_bytes
 from autoshard.engine.streamed import STAGING_BYTES
 from autoshard.errors import PlanError
-from autoshard.module_paths import is_below
-from autoshard.placement import covering_entry
 from autoshard.plan import Plan
+from autoshard.plan.placement import covering_entry
+from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
-from autoshard.sizes import parse_bytes
 from autoshard.strategies import make_plan
 from autoshard.strategies.streamable import divisions
-from autoshard.workload import Workload
 
 WIDTH = 64
 

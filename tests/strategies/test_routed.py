@@ -13,10 +13,10 @@ from autoshard.engine.placed import unit_seconds
 from autoshard.engine.pricer import price
 from autoshard.engine.timing import op_seconds
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.profile.experts import routed_modules
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units
-from autoshard.workload import Workload
 
 WIDTH, INNER, EXPERTS, CHOSEN, LAYERS = 1024, 4096, 16, 2, 2
 

@@ -5,13 +5,13 @@ from typing import Any
 
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, hardware_table
+from autoshard.common.sizes import format_seconds
 from autoshard.engine.estimate import Estimate
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.devices import link_rows
 from autoshard.report.layout import format_number
 from autoshard.report.terminal import as_sentence, capture_notes, estimate_notes
-from autoshard.sizes import format_seconds
 
 FORMULAS = (
     ("Seconds of an op", "max(FLOPs ÷ rate of its dtype, bytes moved ÷ memory bandwidth) + launch time"),

@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import RankEstimate
 from autoshard.report.page.colours import HELD
-from autoshard.sizes import format_bytes
 
 OUTSIDE = "context, allocator"
 """What is taken of a device beside tensors: it is there all the time."""

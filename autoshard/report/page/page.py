@@ -6,6 +6,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Estimate
 from autoshard.engine.events import events
 from autoshard.plan import Plan
@@ -21,7 +22,6 @@ from autoshard.report.page.tree import module_tree
 from autoshard.report.rows import device_parts, device_runs, tied_modules, transfer_rows
 from autoshard.report.terminal import describe_workload
 from autoshard.search.sizes import Cell
-from autoshard.sizes import format_bytes, format_seconds
 from autoshard.strategies.compare import Alternative
 
 if TYPE_CHECKING:

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate, Event, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
@@ -17,7 +18,6 @@ from autoshard.report.rows import device_runs
 from autoshard.report.terminal import as_sentence
 from autoshard.search.best import AS_GOOD
 from autoshard.search.study import Study
-from autoshard.sizes import format_bytes, format_seconds
 
 MOST_SPANS = 10_000
 MOST_CURVES, MOST_LANES, MOST_RANKED = 4, 16, 8

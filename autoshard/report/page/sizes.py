@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from autoshard.plan.workload import Workload
 from autoshard.search.sizes import Cell
-from autoshard.workload import Workload
 
 
 def grids(cells: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -1,12 +1,12 @@
 """A plan in words: what a person who reads nothing else should know."""
 
+from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.figures import fullest_row, time_rows, what_is_timed
 from autoshard.report.layout import format_count, format_flops
 from autoshard.report.rows import device_parts
-from autoshard.sizes import format_bytes
 
 
 def verdict(estimate: Estimate) -> tuple[str, str]:

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autoshard.engine.cuts import trace_cuts
-from autoshard.placement import covering_entry
 from autoshard.plan import Plan
+from autoshard.plan.placement import covering_entry
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.report.rows import children_of, equal_runs, signatures_of
 

@@ -21,9 +21,9 @@ from typing import Literal
 import torch
 
 from autoshard.cluster.detect import accelerator_names, detect_device, free_host_bytes
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import AutoshardError, first_line
 from autoshard.runtime.devices import check_copies, goes_through_host
-from autoshard.sizes import format_bytes
 
 Status = Literal["good", "note", "bad"]
 LEAST_TORCH = (2, 11)

@@ -5,21 +5,21 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from autoshard.api import as_plan, chosen_for, cluster_for, measured_for
-from autoshard.choices import Objective, check_choices
 from autoshard.errors import SpecError
-from autoshard.workload import Workload
+from autoshard.plan.choices import Objective, check_choices
+from autoshard.plan.workload import Workload
+from autoshard.search.asked import as_plan, chosen_for, cluster_for, measured_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Any
 
-    from autoshard.choices import DeviceMap, Inputs, Size
     from autoshard.cluster.cluster import Cluster
     from autoshard.cluster.parse import Devices
-    from autoshard.explanation import Explanation
     from autoshard.plan import Plan
+    from autoshard.plan.choices import DeviceMap, Inputs, Size
     from autoshard.profile.profile import Profile
+    from autoshard.report.explanation import Explanation
     from autoshard.search.study import Study
     from autoshard.strategies.compare import Comparison
 
@@ -40,9 +40,9 @@ def compare(
     The arguments are those of `plan`. Printing the result shows one line per strategy; `.alternatives` and `.peers`
     have the plans and estimates. Raises `SpecError`, `CaptureError`, or `PlanError` if no strategy gives a plan.
     """
-    from autoshard.comparing import compare_all
-    from autoshard.planning import Request
     from autoshard.search.compared import compare_processes
+    from autoshard.search.comparing import compare_all
+    from autoshard.search.request import Request
 
     check_choices(objective=objective)
     cluster = cluster_for(devices, max_memory)
@@ -68,7 +68,7 @@ def explain(
     means the plan's own. Printing the result shows sentences and a line per choice. Raises `SpecError` for an unknown
     `subject`.
     """
-    from autoshard.explanation import explain as find
+    from autoshard.report.explanation import explain as find
 
     plan = as_plan(plan, profile)
     cluster = cluster_for(plan if devices is None else devices)
@@ -103,7 +103,7 @@ def report(
     `autoshard report` prices other sizes as well. Raises `SpecError` if `path` can't be written.
     """
     from autoshard.api import estimate
-    from autoshard.files import check_writable, write_whole
+    from autoshard.common.files import check_writable, write_whole
     from autoshard.report.page import make_page
 
     check_writable(path)

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.common.module_paths import above, is_below, join
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Pipelining
 from autoshard.engine.pricer import price
 from autoshard.errors import SpecError
-from autoshard.module_paths import above, is_below, join
 from autoshard.plan import Plan
+from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
-from autoshard.sharding import Cut, count_collectives
-from autoshard.sizes import format_bytes, format_seconds
 
 MOST_ALTERNATIVES = 8
 

@@ -5,8 +5,8 @@ import hashlib
 import torch
 from torch import nn
 
-from autoshard.module_paths import join
-from autoshard.packed import is_packed, named_stored, stored_tensors
+from autoshard.common.module_paths import join
+from autoshard.common.packed import is_packed, named_stored, stored_tensors
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -7,7 +7,8 @@ from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
 from autoshard.integrations.peer_maps import PeerMap, peer_maps
 from autoshard.plan import Plan
-from autoshard.planning import Request, candidates_of, place, plan_measured
+from autoshard.search.planning import candidates_of, place, plan_measured
+from autoshard.search.request import Request
 from autoshard.strategies.compare import Alternative, Candidate, Comparison, compare, value_of
 
 PLACING = ("sequential", "balanced", "balanced_low_0")

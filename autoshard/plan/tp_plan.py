@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from autoshard.common.module_paths import join, parent
 from autoshard.errors import PlanError
-from autoshard.module_paths import join, parent
-from autoshard.sharding import Cut, Shard
+from autoshard.plan.sharding import Cut, Shard
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan

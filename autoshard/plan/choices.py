@@ -6,8 +6,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from autoshard.common.sizes import shown
 from autoshard.errors import SpecError
-from autoshard.sizes import shown
 
 Strategy = Literal[
     "auto", "sequential", "balanced", "balanced_low_0", "column-parallel", "pipeline", "data-parallel", "hybrid",

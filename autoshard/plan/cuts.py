@@ -6,10 +6,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from types import UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from autoshard.batching import BatchAxis
+from autoshard.common.module_paths import join
 from autoshard.errors import PlanError
-from autoshard.module_paths import join
-from autoshard.sharding import Cut, Results
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.sharding import Cut, Results
 
 LONGEST_DIMENSION = 2**27
 """An axis of a damaged plan must not make the runtime list billions of indices."""

@@ -3,8 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autoshard.choices import Optimizer
 from autoshard.errors import SpecError
+from autoshard.plan.choices import Optimizer
 
 Mode = Literal["inference", "training"]
 OPTIMIZER_STATE_TENSORS = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from autoshard.plan_summary import remarks, runs, span
-from autoshard.sizes import format_bytes
+from autoshard.common.sizes import format_bytes
+from autoshard.plan.summary import remarks, runs, span
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan

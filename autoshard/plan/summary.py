@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from autoshard.sizes import format_bytes
+from autoshard.common.sizes import format_bytes
 
 if TYPE_CHECKING:
     from autoshard.plan import Plan

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from autoshard.batching import BatchAxis
+from autoshard.common.files import write_whole
+from autoshard.common.module_paths import above, is_below
 from autoshard.errors import PlanError
-from autoshard.files import write_whole
-from autoshard.module_paths import above, is_below
-from autoshard.placement import check_known_in
-from autoshard.plan_cuts import Whole
-from autoshard.sharding import Cut, Results
-from autoshard.workload import Workload
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.cuts import Whole
+from autoshard.plan.placement import check_known_in
+from autoshard.plan.sharding import Cut, Results
+from autoshard.plan.workload import Workload
 
 PLAN_VERSION = 2
 PLAN_FORMAT = "autoshard plan"
@@ -232,7 +232,7 @@ class Plan:
 
         Raises `PlanError`, naming the block, for cuts that it can't say: uneven ones, or with integers to be scaled.
         """
-        from autoshard.tp_plan import write_tp_plan
+        from autoshard.plan.tp_plan import write_tp_plan
 
         return write_tp_plan(self)
 
@@ -280,19 +280,19 @@ class Plan:
         )
 
     def __repr__(self) -> str:
-        from autoshard.plan_summary import heading
+        from autoshard.plan.summary import heading
 
         return f"<Plan: {heading(self)}>"
 
     def summary(self) -> str:
         """Return the plan as text: its devices, what is on each, and why. What it costs is in an `Estimate`."""
-        from autoshard.plan_summary import summary
+        from autoshard.plan.summary import summary
 
         return summary(self)
 
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
-        from autoshard.notebook import plan_html
+        from autoshard.plan.notebook import plan_html
 
         return plan_html(self)
 
@@ -338,7 +338,7 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Read what `to_json` wrote. Raises `PlanError` on anything else: nothing is guessed and nothing is dropped."""
-        from autoshard.plan_reading import read_plan
+        from autoshard.plan.reading import read_plan
 
         return read_plan(text)
 

@@ -21,14 +21,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from autoshard import api
+import autoshard
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.pipeline_record import pipeline_record
-from autoshard.workload import Workload
 
 _WHOLE = StateDictOptions(full_state_dict=True)
 
@@ -51,10 +51,11 @@ class _Planned(Strategy):
             )
         if self.plan is None:
             settings = {"workload": Workload(mode="training"), **self._settings}
-            self.plan = api.plan(module, self._devices, inputs=inputs, **settings)
-        api.apply(module, self.plan)
+            self.plan = autoshard.plan(module, self._devices, inputs=inputs, **settings)
+        autoshard.apply(module, self.plan)
         plugin: Any = self.precision_plugin
-        plugin.clip_grad_by_norm = lambda optimizer, norm: api.clip_grad_norm_(plugin.main_params(optimizer), norm)
+        clip = autoshard.clip_grad_norm_
+        plugin.clip_grad_by_norm = lambda optimizer, norm: clip(plugin.main_params(optimizer), norm)
         return self.plan
 
     def _module(self) -> LightningModule:
@@ -97,7 +98,7 @@ class _Planned(Strategy):
 
     def teardown(self) -> None:
         if self.lightning_module is not None and is_applied(self.lightning_module):
-            api.remove(self.lightning_module)
+            autoshard.remove(self.lightning_module)
         super().teardown()
 
 

@@ -4,11 +4,11 @@ import json
 from dataclasses import fields
 from typing import Any
 
+from autoshard.common.module_paths import above
 from autoshard.errors import PlanError, SpecError
-from autoshard.module_paths import above
 from autoshard.plan import PLAN_FORMAT, PLAN_VERSION, Mesh, Plan, PlanDevice, Stage, check_placements
-from autoshard.plan_cuts import expect, read_batch, read_cuts, read_mesh, read_results, read_stages, read_whole
-from autoshard.workload import Workload
+from autoshard.plan.cuts import expect, read_batch, read_cuts, read_mesh, read_results, read_stages, read_whole
+from autoshard.plan.workload import Workload
 
 _OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [],
              "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,

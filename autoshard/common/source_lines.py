@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-_OWN = os.path.dirname(__file__) + os.sep
+_OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PASSED = (f"{_TORCH}overrides.py", f"{_TORCH}nn{os.sep}functional.py")
 

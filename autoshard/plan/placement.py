@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from autoshard.common.module_paths import above, parent
 from autoshard.errors import PlanError
-from autoshard.module_paths import above, parent
 
 Place = TypeVar("Place")
 """A device by its name, or a stage by its number."""

@@ -1,0 +1,168 @@
+"""What calls and commands ask for, as they are given: devices, a model to profile, a plan or a device map."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+from torch import nn
+
+from autoshard.common.collector import no_collection
+from autoshard.errors import SpecError
+from autoshard.plan import Plan
+from autoshard.plan.choices import check_choices, strategy_named
+from autoshard.plan.workload import Workload
+from autoshard.search.planning import plan_measured
+
+if TYPE_CHECKING:
+    from autoshard.cluster.cluster import Cluster
+    from autoshard.cluster.parse import Devices
+    from autoshard.plan.choices import DeviceMap, Size
+    from autoshard.profile.profile import Profile
+    from autoshard.search.choose import Chosen
+
+
+def profile_model(model: nn.Module, inputs: Any, workload: Workload | None) -> "Profile":
+    """Measure memory and compute of every module without allocating the model. Raises `CaptureError`."""
+    from autoshard.capture.capture import capture
+    from autoshard.profile.measure import profile_graph
+
+    graph = capture(model, inputs, workload=workload)
+    with no_collection():
+        return replace(profile_graph(graph, workload or Workload(assumed=True)), source=(model, inputs))
+
+
+def plan_asked(
+    model: nn.Module, devices: Any, inputs: Any, workload: Workload | None, known: "Profile | None" = None, *,
+    max_memory: "Mapping[Any, Size] | None", wishes: Mapping[str, Any] | None = None, **settings: Any,
+) -> Plan:  # fmt: skip
+    """Find the devices, profile the model without allocating it, and plan; `settings` are those of `plan_measured`.
+
+    `known`: the profile, where it was taken already.
+    """
+    settings["strategy"] = strategy_named(settings["strategy"])
+    check_choices(**{name: settings[name] for name in ("strategy", "objective", "schedule")})
+    cluster = cluster_for(devices, max_memory)
+    chosen = chosen_for(
+        model, inputs, workload or Workload(assumed=True), cluster, max_memory=max_memory, wishes=wishes, **settings
+    )
+    if chosen is not None:
+        return chosen.plan
+    measured = measured_for(model, inputs, workload, known)
+    from autoshard.cluster.limits import limited_to
+    from autoshard.search.fewer_bits import with_hint
+
+    plan = plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
+    return with_hint(plan, measured, limited_to(cluster, max_memory))
+
+
+def chosen_for(
+    model: nn.Module, inputs: Any, workload: Workload, cluster: "Cluster", *, strategy: str, objective: str,
+    max_memory: "Mapping[Any, Size] | None" = None, pins: "DeviceMap | None" = None,
+    num_microbatches: int | None = None, schedule: str | None = None, tp_plan: Mapping[str, str] | None = None,
+    assume_independent_rows: bool = False, in_memory: Collection[str] = (), wishes: Mapping[str, Any] | None = None,
+) -> "Chosen | None":  # fmt: skip
+    """Plan for one process per device where that is asked for or worth it; None where one process is planned."""
+    from autoshard.cluster.limits import limited_to
+    from autoshard.search.choose import Wishes, choose
+
+    alone = "a pin" if pins else "a tp_plan" if tp_plan is not None else ""
+    return choose(
+        model, inputs, workload, limited_to(cluster, max_memory), strategy=strategy, objective=objective,
+        wishes=Wishes(**(wishes or {})), num_microbatches=num_microbatches, schedule=schedule,
+        assume_independent_rows=assume_independent_rows, one_process_alone=alone,
+    )  # fmt: skip
+
+
+def measured_for(model: nn.Module, inputs: Any, workload: Workload | None, known: "Profile | None") -> "Profile":
+    """Return the profile: `known`, where it was taken already. Raises `SpecError` if it is of something else."""
+    if known is not None:
+        _check_measured(known, model, workload)
+    return known or profile_model(model, inputs, workload)
+
+
+def cluster_for(devices: "Devices | Plan", max_memory: "Mapping[Any, Size] | None" = None) -> "Cluster":
+    """Return the devices that are meant, or that a plan has, with the links between processes where some run.
+
+    With "auto" and `max_memory` they are those that it lists.
+    """
+    from autoshard.cluster.links import between_processes
+    from autoshard.cluster.parse import cluster_of, parse_devices
+    from autoshard.runtime.collectives import count_processes
+
+    if max_memory and isinstance(devices, str) and devices == "auto":
+        devices = max_memory
+    cluster = cluster_of(devices.devices) if isinstance(devices, Plan) else parse_devices(devices)
+    return between_processes(cluster) if count_processes() > 1 else cluster
+
+
+def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | None) -> None:
+    """Refuse a profile of another model or for another workload."""
+    from autoshard.common.fingerprint import fingerprint
+
+    if fingerprint(model) != profile.graph.fingerprint:
+        raise SpecError(
+            "the profile was taken of another model: names, shapes or dtypes differ. "
+            "Leave profile out, or profile this model."
+        )
+    if workload is not None and workload != profile.workload:
+        raise SpecError(
+            f"the profile was taken for {profile.workload}, and the plan is asked for {workload}: "
+            "leave workload out, or profile the model for it."
+        )
+
+
+def completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
+    """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
+    from autoshard.runtime import launched
+
+    cut, spread, long = (launched.is_divided_here(plan, degree) for degree in ("tp", "ep", "cp"))
+    staged = launched.is_staged_here(plan)
+    if cut or staged or spread or long:
+        launched.check_launched(plan)
+    if spread or long:
+        from autoshard.check.context import find_context
+        from autoshard.check.experts import find_experts
+        from autoshard.search.traced import trace
+
+        assert plan.mesh is not None
+        traced = trace(model, inputs, plan.workload)
+        if spread:
+            cuts = find_experts(model, traced.graph, plan.mesh.ep)
+        else:
+            cuts = find_context(model, traced.graph, traced.inputs, plan.workload, plan.mesh.cp)
+        plan = replace(plan, cuts=cuts)
+    if staged:
+        from autoshard.check.batch import find_batch_axis
+
+        launched.check_stored(model, plan)
+        plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))
+    if cut:
+        assert plan.mesh is not None
+        found = plan_measured(
+            model, inputs, profile_model(model, inputs, plan.workload), cluster_for(launched.of_first_replica(plan)),
+            strategy="column-parallel", objective="memory", inside_blocks=plan.mesh.pp > 1,
+            divides_tokens=plan.workload.training and plan.sequence_parallel and plan.mesh.pp == 1,
+        )  # fmt: skip
+        plan = launched.with_cuts(plan, found)
+    return plan
+
+
+def is_device_map(value: Any) -> TypeGuard[Mapping[str, Any]]:
+    """Tell {module path: device} from {device: size}: the keys of the second are device names."""
+    from autoshard.cluster.parse import canonical_name
+
+    if not isinstance(value, Mapping):
+        return False
+    for key in value:
+        try:
+            canonical_name(key)
+        except SpecError:
+            return True
+    return False
+
+
+def as_plan(plan: "Plan | DeviceMap", profile: "Profile") -> Plan:
+    """Return the plan, that of a `device_map` where one was given; an old one over a mesh as one for processes."""
+    from autoshard.search.processes import as_launched
+
+    return as_launched(plan if isinstance(plan, Plan) else Plan.from_device_map(plan, profile), profile.graph)
