@@ -13,13 +13,13 @@ Sizes never change; factors of size 1 do not exist. The leaves of what can't be 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd, prod
 
-Axis = tuple["Leaf | Cat", ...]
+Axis = tuple["Factor | Cat", ...]
 """Factors, major to minor; () is an axis of size 1."""
 DEEPEST = 32
 """How many concatenations inside of each other are followed."""
 
 
-class Leaf:
+class Factor:
     """A factor about which nothing more is known; `bound` once something is. `lost`: why it can't be cut, or ""."""
 
     __slots__ = ("bound", "lost", "size")
@@ -48,18 +48,18 @@ class Cat:
 
 def fresh(size: int) -> Axis:
     """An axis of which nothing is known."""
-    return (Leaf(size),) if size != 1 else ()
+    return (Factor(size),) if size != 1 else ()
 
 
 def size_of(axis: Axis) -> int:
     return prod(factor.size for factor in axis)
 
 
-def local_size(axis: Axis, slices: Mapping["Leaf", int]) -> int:
+def local_size(axis: Axis, slices: Mapping["Factor", int]) -> int:
     """The size of an axis on a rank that keeps so many slices of some leaves; it must be resolved."""
     return prod(
         slices.get(factor, factor.size)
-        if isinstance(factor, Leaf)
+        if isinstance(factor, Factor)
         else sum(local_size(segment, slices) for segment in factor.segments)
         for factor in axis
     )
@@ -67,9 +67,9 @@ def local_size(axis: Axis, slices: Mapping["Leaf", int]) -> int:
 
 def resolve(axis: Axis) -> Axis:
     """The axis as far as it is known now: bound leaves replaced, nested concatenations flattened."""
-    if all(type(factor) is Leaf and factor.bound is None for factor in axis):
+    if all(type(factor) is Factor and factor.bound is None for factor in axis):
         return axis
-    found: list[Leaf | Cat] = []
+    found: list[Factor | Cat] = []
     for factor in axis:
         if isinstance(factor, Cat):
             found.append(_flat(factor))
@@ -91,20 +91,20 @@ def _flat(cat: Cat) -> Cat:
     return Cat(segments) if len(segments) != len(cat.segments) or segments != list(cat.segments) else cat
 
 
-def leaves(axis: Axis) -> Iterator[Leaf]:
+def leaves(axis: Axis) -> Iterator[Factor]:
     """Every leaf in an axis, as often as it occurs."""
     for factor in resolve(axis):
-        if isinstance(factor, Leaf):
+        if isinstance(factor, Factor):
             yield factor
         else:
             for segment in factor.segments:
                 yield from leaves(segment)
 
 
-def covers(axis: Axis, leaf: Leaf) -> bool:
+def covers(axis: Axis, leaf: Factor) -> bool:
     """Whether every index along the axis lies in one slice of the leaf: no part of a concatenation is without it."""
     return any(
-        factor is leaf if isinstance(factor, Leaf) else all(covers(segment, leaf) for segment in factor.segments)
+        factor is leaf if isinstance(factor, Factor) else all(covers(segment, leaf) for segment in factor.segments)
         for factor in resolve(axis)
     )
 
@@ -184,7 +184,7 @@ def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
     """Split an axis into its major part of `size` and the rest."""
     if size == 0:
         return fresh(0), axis
-    taken: list[Leaf | Cat] = []
+    taken: list[Factor | Cat] = []
     rest = resolve(axis)
     while size > 1:
         factor = rest[0]
@@ -224,8 +224,8 @@ def cut(axis: Axis, at: int, why: str = "") -> tuple[Axis, Axis]:
     return resolve((*before, *axis[1:])), resolve((*after, *axis[1:]))
 
 
-def _cut_factor(factor: "Leaf | Cat", at: int, why: str) -> tuple[Axis, Axis]:
-    if isinstance(factor, Leaf):
+def _cut_factor(factor: "Factor | Cat", at: int, why: str) -> tuple[Axis, Axis]:
+    if isinstance(factor, Factor):
         before, after = fresh(at), fresh(factor.size - at)
         _bind(factor, (Cat((before, after)),))
         return before, after
@@ -265,15 +265,15 @@ def every(axis: Axis, step: int, why: str = "") -> Axis:
     return major
 
 
-def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str, depth: int) -> None:
+def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth: int) -> None:
     """Make two factors of the same size the same. Where a leaf is a part of the other one, that one is lost."""
-    if isinstance(left, Leaf):
+    if isinstance(left, Factor):
         if left in _inside(right):
             lose((right,), f"{why}: an axis would be a part of itself")
         else:
             _bind(left, (right,))
         return
-    if isinstance(right, Leaf):
+    if isinstance(right, Factor):
         _unify_factors(right, left, why, depth)
         return
     ours, theirs = list(left.segments), list(right.segments)
@@ -289,19 +289,19 @@ def _unify_factors(left: "Leaf | Cat", right: "Leaf | Cat", why: str, depth: int
         unify(mine, other, why, depth + 1)
 
 
-def _inside(factor: "Leaf | Cat") -> set[Leaf]:
+def _inside(factor: "Factor | Cat") -> set[Factor]:
     return set(leaves((factor,))) if isinstance(factor, Cat) else set()
 
 
-def _bind(leaf: Leaf, axis: Axis) -> None:
+def _bind(leaf: Factor, axis: Axis) -> None:
     leaf.bound = axis
     if leaf.lost:
         lose(axis, leaf.lost)
 
 
-def _split(factor: "Leaf | Cat", major: int, why: str) -> bool:
+def _split(factor: "Factor | Cat", major: int, why: str) -> bool:
     """Make a factor a product of `major` and the rest; False if a concatenation does not allow it."""
-    if isinstance(factor, Leaf):
+    if isinstance(factor, Factor):
         if factor.size != major:
             _bind(factor, (*fresh(major), *fresh(factor.size // major)))
         return True
@@ -309,9 +309,9 @@ def _split(factor: "Leaf | Cat", major: int, why: str) -> bool:
     return all(size_of(segment) % minor == 0 for segment in factor.segments)
 
 
-def _halves(factor: "Leaf | Cat", major: int) -> Axis:
+def _halves(factor: "Factor | Cat", major: int) -> Axis:
     """The parts of a factor that `_split` said can be split. (a×m | b×m) is (a | b) × m, the same m in all segments."""
-    if isinstance(factor, Leaf):
+    if isinstance(factor, Factor):
         return resolve((factor,))
     minor = factor.size // major
     if minor == 1:
@@ -330,12 +330,12 @@ def _sizes(axis: Axis) -> str:
     return "x".join(map(repr, resolve(axis))) or "1"
 
 
-def describe(axis: Axis, leaf: Leaf) -> str:
+def describe(axis: Axis, leaf: Factor) -> str:
     """The axis as text in the form of `sharding`, with the leaf starred: "8x*4x64", "(*32x64|512)"."""
     return _product(resolve(axis), leaf) or "1"
 
 
-def _product(axis: Axis, leaf: Leaf) -> str:
+def _product(axis: Axis, leaf: Factor) -> str:
     parts: list[str] = []
     plain = 1
     for factor in axis:
@@ -349,9 +349,9 @@ def _product(axis: Axis, leaf: Leaf) -> str:
     return "x".join([*parts, str(plain)] if plain > 1 else parts)
 
 
-def _factor(factor: "Leaf | Cat", leaf: Leaf) -> str:
+def _factor(factor: "Factor | Cat", leaf: Factor) -> str:
     """ "" if the leaf is not in it."""
-    if isinstance(factor, Leaf):
+    if isinstance(factor, Factor):
         return f"*{factor.size}" if factor is leaf else ""
     texts = [_product(segment, leaf) or "1" for segment in map(resolve, factor.segments)]
     return f"({'|'.join(texts)})" if any("*" in text for text in texts) else ""

@@ -9,8 +9,8 @@ One walk over all ops of a graph that was captured with `composite=True`. An op 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.axes.axis import Leaf, describe, leaves, resolve
-from autoshard.axes.walk import Walk
+from autoshard.axes.axis import Factor, describe, leaves, resolve
+from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, name_of
 
 
@@ -24,19 +24,19 @@ class Rows:
         blocked: whether something works along it: orders it, picks from it, mixes it.
     """
 
-    leaf: Leaf
+    leaf: Factor
     inputs: tuple[tuple[int, int, str], ...]
     outputs: tuple[tuple[int, int, str], ...]
     parameter: str
     blocked: bool
 
 
-def follow(walk: Walk, value: int, dim: int) -> Rows | None:
+def follow(walk: AxisWalk, value: int, dim: int) -> Rows | None:
     """Follow the major leaf of a dimension of a value; None where there is none, as in one of size 1, or of which some
     op took the first rows."""
     axes = walk.axes.get(value, ())
     factor = next(iter(resolve(axes[dim])), None) if dim < len(axes) else None
-    leaf = factor if isinstance(factor, Leaf) else None
+    leaf = factor if isinstance(factor, Factor) else None
     if leaf is None:
         return None
     graph = walk.graph
@@ -53,7 +53,7 @@ def _is_loss(graph: ModelGraph, op: int) -> bool:
     return name_of(graph.ops[op]).startswith(("cross_entropy_loss", "nll_loss"))
 
 
-def _found(walk: Walk, values: Sequence[int], leaf: Leaf) -> Iterator[tuple[int, int, str]]:
+def _found(walk: AxisWalk, values: Sequence[int], leaf: Factor) -> Iterator[tuple[int, int, str]]:
     for place, value in enumerate(values):
         for dim in walk.cut_dims(value, leaf):
             yield place, dim, describe(walk.axes[value][dim], leaf)

@@ -72,7 +72,7 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Places:
+class EntryPlaces:
     """Of every entry, where its element is along dimension `dim` of `owner`: which sample each place belongs to."""
 
     selection: Selection
@@ -93,7 +93,7 @@ class Entries:
         self.walk = walk
         self.sized: set[int] = set()
         self.puts: list[tuple[int, Selection]] = []
-        self._places: dict[int, Places] = {}
+        self._places: dict[int, EntryPlaces] = {}
         self._rows: dict[int, Selection] = {}  # nonzero: the places of each entry, one after the other
         self._inverse: dict[int, Selection] = {}
         self._counts: dict[int, int] = {}  # of keys -> how many have each number
@@ -161,7 +161,7 @@ class Entries:
             return None
         owner = keys.full().clone()
         selection = self._select(op, len(owner), owner, keys=-1 if _descends(op) else self._root(source))
-        self._places[places] = Places(selection=selection, owner=owner)
+        self._places[places] = EntryPlaces(selection=selection, owner=owner)
         if values >= 0:
             self._sorted[values] = selection.keys
         return [
@@ -296,7 +296,7 @@ class Entries:
             self.sized.update(op.outputs)
         return [samples(shape, selection.codes.view(*(1,) * at, -1, *(1,) * (len(shape) - at - 1)))]
 
-    def _indexed(self, op: Op, given: Sequence[Samples], name: str) -> dict[int, Places] | None:
+    def _indexed(self, op: Op, given: Sequence[Samples], name: str) -> dict[int, EntryPlaces] | None:
         """By dimension the places that are the only indices of an op: of one selection, each dimension of it once."""
         args: Sequence[Any] = op.node.args if op.node is not None else ()
         if name not in _LISTED:
@@ -317,7 +317,7 @@ class Entries:
         alike = len(found) == len(values) and all(one.owner is found[0].owner for one in found)
         return dict(zip(which, found, strict=True)) if alike and len({one.dim for one in found}) == len(found) else None
 
-    def _is_of(self, op: Op, x: Samples, places: dict[int, Places]) -> bool:
+    def _is_of(self, op: Op, x: Samples, places: dict[int, EntryPlaces]) -> bool:
         """Whether what stands in each place belongs to the sample of the element there, or to none."""
         one = next(iter(places.values()))
         counts, owner = self.walk.rules.counts, one.owner
@@ -413,14 +413,14 @@ def _descends(op: Op) -> bool:
     return bool(arguments_of(op).get("descending"))
 
 
-def _divided(places: Places, by: Any) -> Places | None:
-    """Places of groups of so many tokens, where all tokens of a group are of one sample."""
+def _divided(places: EntryPlaces, by: Any) -> EntryPlaces | None:
+    """EntryPlaces of groups of so many tokens, where all tokens of a group are of one sample."""
     if not isinstance(by, int) or by <= 0 or places.selection.mask >= 0 or len(places.owner) % by:
         return None
     groups = places.owner.view(-1, by)
     alike = bool((groups == groups[:, :1]).all())
     once = places.once and by == 1
-    return Places(selection=places.selection, owner=groups[:, 0], once=once) if alike else None
+    return EntryPlaces(selection=places.selection, owner=groups[:, 0], once=once) if alike else None
 
 
 def _ranked(op: Op, shape: Sequence[int]) -> int:
@@ -429,9 +429,9 @@ def _ranked(op: Op, shape: Sequence[int]) -> int:
     return shape[dim] if isinstance(dim, int) and not isinstance(dim, bool) and shape else 0
 
 
-def _along(selection: Selection, dim: int) -> Places:
+def _along(selection: Selection, dim: int) -> EntryPlaces:
     """Where the elements of a selection are along one dimension of its mask."""
-    return Places(selection=selection, owner=selection.owner, dim=dim)
+    return EntryPlaces(selection=selection, owner=selection.owner, dim=dim)
 
 
 def _first(shape: tuple[int, ...], codes: torch.Tensor) -> Samples:

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves, local_size
+from autoshard.axes.axis import Axis, Factor, covers, describe, leaves, local_size
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import Region, element_of, find_regions, leaf_modules, leaf_regions, shared_tensors
-from autoshard.axes.walk import Walk, walk_over
+from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.common.module_paths import is_below, join, relative
 from autoshard.plan.sharding import Action, Shard, count_collectives
@@ -43,8 +43,8 @@ class AxisGroup:
     gathered_bytes: int
     added_bytes: int = 0
     conflicts: tuple[int, ...] = ()
-    leaf: Leaf
-    walk: Walk
+    leaf: Factor
+    walk: AxisWalk
     ops: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -174,7 +174,7 @@ def _groups_of(
             walk.block(walk.axes[tensor.value])
     walk.resolve_all()
     places = Places(lookup, region, walk, shared)
-    reasons: dict[Leaf, str] = {}
+    reasons: dict[Factor, str] = {}
     made: list[AxisGroup] = []
     for leaf in dict.fromkeys(leaf for tensor in tensors for axis in walk.axes[tensor.value] for leaf in leaves(axis)):
         reasons[leaf] = leaf.lost or _refused(graph, walk, places, leaf)
@@ -210,7 +210,7 @@ def _groups_of(
     return _with_conflicts(made, walk), list(_blocked(walk, tensors, reasons))
 
 
-def _refused(graph: ModelGraph, walk: Walk, places: Places, leaf: Leaf) -> str:
+def _refused(graph: ModelGraph, walk: AxisWalk, places: Places, leaf: Factor) -> str:
     """Why a leaf that no op blocks can't be cut all the same; "" if it can."""
     for contraction in walk.contractions:
         if leaf in leaves(contraction.axis) and not covers(contraction.axis, leaf):
@@ -223,33 +223,33 @@ def _refused(graph: ModelGraph, walk: Walk, places: Places, leaf: Leaf) -> str:
     return ""
 
 
-def _times(axis: Axis, leaf: Leaf) -> int:
+def _times(axis: Axis, leaf: Factor) -> int:
     """How often a leaf is a factor along one way through an axis."""
     return sum(
         (factor is leaf)
-        if isinstance(factor, Leaf)
+        if isinstance(factor, Factor)
         else max((_times(part, leaf) for part in factor.segments), default=0)
         for factor in axis
     )
 
 
-def _shards(walk: Walk, region: Region, members: list[TensorInfo], leaf: Leaf) -> Iterator[Shard]:
+def _shards(walk: AxisWalk, region: Region, members: list[TensorInfo], leaf: Factor) -> Iterator[Shard]:
     for tensor in members:
         name = relative(tensor.name, region.path)
         for dim in walk.cut_dims(tensor.value, leaf):
             yield Shard(name=name, dim=dim, axis=describe(walk.axes[tensor.value][dim], leaf))
 
 
-def _cut_bytes(walk: Walk, tensor: TensorInfo, leaf: Leaf) -> int:
+def _cut_bytes(walk: AxisWalk, tensor: TensorInfo, leaf: Factor) -> int:
     (dim,) = walk.cut_dims(tensor.value, leaf)
     axis = walk.axes[tensor.value][dim]
     part = tensor.shape[dim] - local_size(axis, {leaf: 0})
     return tensor.nbytes * part // max(1, tensor.shape[dim])
 
 
-def _with_conflicts(groups: list[AxisGroup], walk: Walk) -> list[AxisGroup]:
+def _with_conflicts(groups: list[AxisGroup], walk: AxisWalk) -> list[AxisGroup]:
     """Two groups conflict where both would cut one tensor."""
-    found: dict[Leaf, set[int]] = {group.leaf: set() for group in groups}
+    found: dict[Factor, set[int]] = {group.leaf: set() for group in groups}
     index = {group.leaf: group.index for group in groups}
     for axes in walk.axes.values():
         here = {leaf for axis in axes for leaf in leaves(axis) if leaf in found}
@@ -258,7 +258,7 @@ def _with_conflicts(groups: list[AxisGroup], walk: Walk) -> list[AxisGroup]:
     return [dataclasses.replace(group, conflicts=tuple(sorted(found[group.leaf]))) for group in groups]
 
 
-def _blocked(walk: Walk, tensors: list[TensorInfo], reasons: dict[Leaf, str]) -> Iterator[Blocked]:
+def _blocked(walk: AxisWalk, tensors: list[TensorInfo], reasons: dict[Factor, str]) -> Iterator[Blocked]:
     for tensor in tensors:
         if tensor.kind == "parameter" and len(tensor.shape) > 1:
             for dim, axis in enumerate(walk.axes[tensor.value]):

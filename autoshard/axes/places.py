@@ -9,9 +9,9 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autoshard.axes.axis import Leaf, describe, leaves
+from autoshard.axes.axis import Factor, describe, leaves
 from autoshard.axes.regions import OUTSIDE, Region
-from autoshard.axes.walk import Contraction, Walk, where
+from autoshard.axes.walk import AxisWalk, Contraction, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
 from autoshard.common.module_paths import is_below, join, relative
 from autoshard.plan.sharding import DROPOUTS, Action
@@ -50,7 +50,7 @@ class Lookup:
 class Places:
     """Finds the actions of leaves of one region; `shared`: parameters that are read in others too, in other ways."""
 
-    def __init__(self, lookup: Lookup, region: Region, walk: Walk, shared: frozenset[int]) -> None:
+    def __init__(self, lookup: Lookup, region: Region, walk: AxisWalk, shared: frozenset[int]) -> None:
         graph = lookup.graph
         self._shared = shared
         self.graph, self.region, self.walk = graph, region, walk
@@ -72,13 +72,13 @@ class Places:
         """An op, by its index, for people; -1 stands for what the model is given."""
         return where(self.graph, self.graph.ops[op]) if op >= 0 else "the inputs"
 
-    def is_residual(self, leaf: Leaf) -> bool:
+    def is_residual(self, leaf: Factor) -> bool:
         """Whether a leaf is on something that comes in and on something of the same shape that goes out."""
         shapes = self.graph.values
         coming = {shapes[value].shape for value in self._incoming if self.walk.cut_dims(value, leaf)}
         return any(shapes[value].shape in coming for value in self._outgoing if self.walk.cut_dims(value, leaf))
 
-    def actions(self, leaf: Leaf) -> tuple[tuple[Action, ...], tuple[str, ...]]:
+    def actions(self, leaf: Factor) -> tuple[tuple[Action, ...], tuple[str, ...]]:
         """All actions of a leaf, and the whole parameters whose gradients every rank has a part of.
 
         Raises `Unplaceable`.
@@ -88,7 +88,7 @@ class Places:
         except Unplaceable:  # a small module may be called for other tensors as well
             return self._actions(leaf, smallest=False)
 
-    def _actions(self, leaf: Leaf, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
+    def _actions(self, leaf: Factor, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
         found: dict[Action, set[int]] = {}
         few = self._little_sums(leaf)
 
@@ -117,7 +117,7 @@ class Places:
                 note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], leaf)))
         return tuple(self._checked(found)), summed
 
-    def sum_at(self, leaf: Leaf, op: int) -> list[Action]:
+    def sum_at(self, leaf: Factor, op: int) -> list[Action]:
         """The actions of the sums over a leaf that one op makes."""
         few = self._little_sums(leaf)
         return [
@@ -133,28 +133,28 @@ class Places:
             found.setdefault(action, set()).add(call)
         return self._checked(found)
 
-    def entries_of(self, leaf: Leaf, value: int) -> list[Action]:
+    def entries_of(self, leaf: Factor, value: int) -> list[Action]:
         """The actions that a leaf has where a value enters its cut, wherever they may have been put."""
         readers = self._crossings(leaf)[0].get(value, [])
         found = (self._entering("enter", value, readers, 0, "", smallest) for smallest in (False, True))
         return [action for actions in found for action, _ in actions]
 
-    def sent_bytes(self, leaf: Leaf) -> tuple[int, int, int]:
+    def sent_bytes(self, leaf: Factor) -> tuple[int, int, int]:
         """Bytes in one forward: of what is summed over ranks, of what each gives to be added up by all (see
         `_little_sums`), of what is put together."""
         sums, few = self._sums(leaf), self._little_sums(leaf)
         added = sum(sums[op] for op in few)
         return sum(sums.values()) - added, added, sum(self._gathers(leaf))
 
-    def _sums(self, leaf: Leaf) -> dict[int, int]:
+    def _sums(self, leaf: Factor) -> dict[int, int]:
         """Ops that sum over a leaf -> bytes."""
         due = {contraction.op for contraction in self.walk.contractions if leaf in leaves(contraction.axis)}
         return {op: sum(self.graph.values[value].nbytes for value in self.graph.ops[op].outputs) for op in due}
 
-    def _gathers(self, leaf: Leaf) -> list[int]:
+    def _gathers(self, leaf: Factor) -> list[int]:
         return [self.graph.values[value].nbytes for value in self._outgoing if self.walk.cut_dims(value, leaf)]
 
-    def _little_sums(self, leaf: Leaf) -> set[int]:
+    def _little_sums(self, leaf: Factor) -> set[int]:
         """Ops that sum the elements of a tensor to so little that it is gathered from all ranks and added up there.
 
         That is one message where an all-reduce takes two, one after the other. It is more to send: so it is done where
@@ -173,7 +173,7 @@ class Places:
 
     # ---- what needs an action
 
-    def _crossings(self, leaf: Leaf) -> tuple[dict[int, list[int]], list[int], tuple[str, ...]]:
+    def _crossings(self, leaf: Factor) -> tuple[dict[int, list[int]], list[int], tuple[str, ...]]:
         """Where gradients change between whole (the same on every rank) and partial (their sum is the true one).
 
         Returns uncut activations with the ops that read them together with cut ones; uncut activations made of parts
@@ -210,7 +210,7 @@ class Places:
 
     # ---- the places
 
-    def _reduction(self, contraction: Contraction, leaf: Leaf, gathered: bool) -> list[tuple[Action, int]]:
+    def _reduction(self, contraction: Contraction, leaf: Factor, gathered: bool) -> list[tuple[Action, int]]:
         op = self.graph.ops[contraction.op]
         site = self._site(contraction.op)
         if site is None:

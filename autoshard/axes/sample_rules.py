@@ -22,7 +22,7 @@ from autoshard.axes.parts_of_batch import part_dim
 from autoshard.axes.reshaping import JOINS, MOVES, PARTS, RESHAPES, WHOLE
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, is_pointwise, names
 from autoshard.axes.samples import PLACE, SHARED, Samples, combine, fixed, moved, reshaped, samples, uniform
-from autoshard.axes.walk import Walk
+from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, name_of
 
 MOST_ELEMENTS = 1 << 24
@@ -92,7 +92,7 @@ class OpRules:
         self.graph = graph
         self.counts = counts
         self.contents = sample_indices.Contents(graph, counts)
-        self._walk = Walk(graph, table=TABLE)
+        self._walk = AxisWalk(graph, table=TABLE)
         self._known: dict[Any, list[Samples]] = {}
         self._kept: list[Samples] = []
         self._equal: dict[Any, Samples] = {}

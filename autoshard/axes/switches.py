@@ -17,8 +17,8 @@ import torch
 from autoshard.axes.given import arguments_of, computed, literals, origin, plain
 from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
+from autoshard.capture.call_log import Reading, Ref
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
-from autoshard.capture.tape import Reading, Ref
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 

@@ -16,12 +16,12 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.axes.axis import Leaf, leaves, resolve
+from autoshard.axes.axis import Factor, leaves, resolve
 from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import OUTSIDE, Region, find_regions
-from autoshard.axes.walk import Walk, walk_over
+from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative
 from autoshard.errors import PlanError
@@ -76,7 +76,7 @@ class _Stream:
     given: int
     made: int
     dim: int
-    leaf: Leaf
+    leaf: Factor
 
 
 def _divided(
@@ -142,7 +142,7 @@ def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:
     return ""
 
 
-def _streams(graph: ModelGraph, region: Region, walk: Walk, degree: int) -> Iterator[_Stream]:
+def _streams(graph: ModelGraph, region: Region, walk: AxisWalk, degree: int) -> Iterator[_Stream]:
     """Dimensions that an input of the block and its output have in common, the last of them first: not the width."""
     calls = [call for call in graph.calls if call.path == region.path]
     if len(calls) != 1:
@@ -156,7 +156,7 @@ def _streams(graph: ModelGraph, region: Region, walk: Walk, degree: int) -> Iter
             for dim in range(len(shapes[0]) - 2, 0, -1):
                 axes = [resolve(walk.axes[value][dim]) for value in (given, made) if value in walk.axes]
                 leaf = axes[0][0] if len(axes) == 2 and axes[0] == axes[1] and len(axes[0]) == 1 else None
-                if isinstance(leaf, Leaf) and leaf.size % degree == 0:
+                if isinstance(leaf, Factor) and leaf.size % degree == 0:
                     yield _Stream(call=call, given=given, made=made, dim=dim, leaf=leaf)
 
 
@@ -178,7 +178,7 @@ class _Zone:
     lookup: Lookup
     region: Region
     groups: Sequence[AxisGroup]
-    walk: Walk
+    walk: AxisWalk
     stream: _Stream
     degree: int
     training: bool = False

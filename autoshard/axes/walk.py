@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Leaf, fresh, leaves, lose, resolve, size_of, unify
+from autoshard.axes.axis import Axis, Factor, fresh, leaves, lose, resolve, size_of, unify
 from autoshard.axes.rules import RULES, Axes, Seen
 from autoshard.capture.graph import ModelGraph, Op, name_of
 
@@ -27,7 +27,7 @@ class Contraction:
 
 
 @dataclass(slots=True)
-class Walk:
+class AxisWalk:
     """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
 
     `table`: the rules; `ops`: those that were walked; `blocks`: axes that an op blocked; `draws`: ops that draw a
@@ -116,11 +116,11 @@ class Walk:
         else:
             self.axes[value] = tuple(made)
 
-    def cut_dims(self, value: int, leaf: Leaf) -> list[int]:
+    def cut_dims(self, value: int, leaf: Factor) -> list[int]:
         """Dimensions of a value that have the leaf in them."""
         return [dim for dim, axis in enumerate(self.axes.get(value, ())) if leaf in leaves(axis)]
 
-    def works_on(self, op: int, leaf: Leaf) -> bool:
+    def works_on(self, op: int, leaf: Factor) -> bool:
         """Whether an op reads or makes a tensor that has the leaf."""
         row = self.graph.ops[op]
         return any(self.cut_dims(value, leaf) for value in (*row.inputs, *row.outputs))
@@ -130,9 +130,9 @@ class Walk:
         self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
 
 
-def walk_over(graph: ModelGraph, ops: Iterable[Op]) -> Walk:
+def walk_over(graph: ModelGraph, ops: Iterable[Op]) -> AxisWalk:
     """Give axes to every value that some ops read or make."""
-    walk = Walk(graph)
+    walk = AxisWalk(graph)
     for op in ops:
         walk.run(op)
     walk.resolve_all()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard import nested
-from autoshard.capture.ledger import Ledger
+from autoshard.capture.allocations import AllocationLog
 from autoshard.capture.record import Recorder
 from autoshard.errors import CaptureError
 
@@ -20,24 +20,24 @@ from autoshard.errors import CaptureError
 class _Kept:
     """What autograd holds: an alias of the saved tensor, which keeps the memory but not the tensor object."""
 
-    __slots__ = ("alias", "ledger", "save")
+    __slots__ = ("alias", "log", "save")
 
-    def __init__(self, alias: torch.Tensor, ledger: Ledger, save: int) -> None:
-        self.alias, self.ledger, self.save = alias, ledger, save
+    def __init__(self, alias: torch.Tensor, log: AllocationLog, save: int) -> None:
+        self.alias, self.log, self.save = alias, log, save
 
     def __del__(self) -> None:
-        self.ledger.release(self.save)
+        self.log.release(self.save)
 
 
 def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors_hooks:
-    """Hooks that note in the ledger what autograd saves and when it lets go."""
-    ledger = recorder.ledger
+    """Hooks that note in the log what autograd saves and when it lets go."""
+    log = recorder.log
 
     def pack(tensor: torch.Tensor) -> _Kept:
         value, op = recorder.saved(tensor)
         recorder.unpacked = id(tensor)
         # A detached tensor is a view and holds its base, with all of its history; `.data` holds the memory alone.
-        return _Kept(tensor.data, ledger, ledger.save(value, op))
+        return _Kept(tensor.data, log, log.save(value, op))
 
     def unpack(kept: _Kept) -> torch.Tensor:
         recorder.unpacked = id(kept.alias)

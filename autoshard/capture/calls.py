@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from autoshard.capture.allocations import AllocationLog
 from autoshard.capture.graph import Call
-from autoshard.capture.ledger import Ledger
 from autoshard.errors import CaptureError
 
 
@@ -14,9 +14,9 @@ class Calls:
         running: those that have begun and not ended, the innermost last.
     """
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, log: AllocationLog) -> None:
         self.running: list[int] = []
-        self._ledger = ledger
+        self._log = log
         self._rows: list[Call] = []
         self._root = 0
         self._context = -1  # when the context began to be made for the last step of a generation; -1: it was not
@@ -45,7 +45,7 @@ class Calls:
         if not self.running:
             self._root = index
         row = Call(
-            index=index, path=path, parent=self.running[-1] if self.running else -1, begin=self._ledger.now, end=-1,
+            index=index, path=path, parent=self.running[-1] if self.running else -1, begin=self._log.now, end=-1,
             inputs=inputs, outputs=(), contained=contained, input_paths=paths, backward=backward,
         )  # fmt: skip
         self._rows.append(row)
@@ -56,7 +56,7 @@ class Calls:
         """Close a call, and those inside it that raised."""
         while self.running and self.running[-1] >= index:
             self.running.pop()
-        self._rows[index] = replace(self._rows[index], end=self._ledger.now, outputs=outputs, output_paths=paths)
+        self._rows[index] = replace(self._rows[index], end=self._log.now, outputs=outputs, output_paths=paths)
 
     def root_outputs(self) -> tuple[int, ...]:
         """Values returned by the first call of the root."""
@@ -68,7 +68,7 @@ class Calls:
 
     def begin_context(self) -> None:
         """All before was the prompt; what comes now makes the state for the last step of the generation."""
-        self._context = self._ledger.now
+        self._context = self._log.now
 
     def prompt_and_step(self) -> list[tuple[str, int, int]]:
         """Phases of a generation: up to the context that is made for the last step, that, and the last step."""
@@ -76,7 +76,7 @@ class Calls:
         begins = [row.begin for row in self._steps() if row.begin >= context]
         if len(begins) < 2:
             raise CaptureError("the model was not called a second time while generating; set new_tokens=0.")
-        step = ("decode", begins[-1], self._ledger.now)
+        step = ("decode", begins[-1], self._log.now)
         if self._context < 0:
             return [("forward", 0, begins[-1]), step]
         return [("forward", 0, context), ("context", context, begins[-1]), step]

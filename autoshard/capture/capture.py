@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from autoshard import nested
+from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks, ValueNeeded
 from autoshard.capture.graph import ModelGraph
@@ -24,7 +25,6 @@ from autoshard.capture.material import fake_material, real_material
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import RealValues
 from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
-from autoshard.capture.tape import Tape
 from autoshard.capture.user_code import NOWHERE, calling_line, place
 from autoshard.common.module_paths import find_scripted
 from autoshard.common.packed import stored_bytes
@@ -92,18 +92,18 @@ def record_forward(
     most_ops: int | None = None,
     at_end: Callable[[Find], None] | None = None,
     histories: bool = False,
-) -> tuple[ModelGraph, Tape]:
-    """Record a forward with composite ops as `capture` does, and on a tape how modules were called and what was read.
+) -> tuple[ModelGraph, CallLog]:
+    """Record a forward with composite ops as `capture` does, and log how modules were called and what was read.
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
-    and the tape says where. `real`: what can't be run without values, and has them, is run with them.
+    and the log says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
     what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
-    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `Tape`. Raises as `capture` does, or
-    `TooManyOps`.
+    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `CallLog`. Raises as `capture`
+    does, or `TooManyOps`.
     """
-    tape = Tape(grad, failing, most_ops, histories)
-    run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, tape=tape,
+    call_log = CallLog(grad, failing, most_ops, histories)
+    run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, call_log=call_log,
               small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
     try:
         graph = _at(run, "fake", ())
@@ -120,7 +120,7 @@ def record_forward(
         if not real or _without_values(model):
             raise _refusal(run, error) from error
         graph = _forced(run, "real")
-    return graph, tape
+    return graph, call_log
 
 
 def calls_of(model: nn.Module, inputs: Any, workload: Workload) -> list[Call]:
@@ -207,21 +207,22 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     """One rung of the ladder."""
     assumed: dict[str, None] = {}
 
-    tape = run.tape  # what is assumed may be asked by what stays: nothing of the model may be held by it
+    call_log = run.call_log  # what is assumed may be asked by what stays: nothing of the model may be held by it
 
     def assume(what: str) -> None:
         assumed.setdefault(f"{what} ({calling_line()})")
-        if tape is not None:
-            tape.assumed(f"{what} ({calling_line()})")
+        if call_log is not None:
+            call_log.assumed(f"{what} ({calling_line()})")
 
     def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":
             return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
-                            small_floats=run.small_floats, pass_guards=tape is not None, ranks=run.ranks)  # fmt: skip
+                            small_floats=run.small_floats, ranks=run.ranks,
+                            pass_guards=call_log is not None)  # fmt: skip
         graph = record_run(run, engine, fake_material(engine), level, decode=decode)
-        if tape is not None:
-            tape.left_out = engine.left_out
+        if call_log is not None:
+            call_log.left_out = engine.left_out
         return graph
 
     clone = _tensor_bytes(run.model) <= REAL_BYTES

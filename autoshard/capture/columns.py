@@ -11,7 +11,7 @@ Array = np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Column:
+class OpValues:
     """Values that ops read, or make, one op after the other: `op[i]` touches `value[i]`. There are `ops` of them."""
 
     op: Array
@@ -51,9 +51,9 @@ class Columns:
         first: [storages] the first value in each, -1 if there is none.
     """
 
-    inputs: Column
-    outputs: Column
-    touched: Column
+    inputs: OpValues
+    outputs: OpValues
+    touched: OpValues
     value_bytes: Array
     storage: Array
     maker: Array
@@ -93,6 +93,6 @@ def _columns(graph: ModelGraph) -> Columns:
     )
 
 
-def _column(rows: list[tuple[int, ...]]) -> Column:
+def _column(rows: list[tuple[int, ...]]) -> OpValues:
     op = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
-    return Column(op=op, value=np.array([value for row in rows for value in row], np.int64), ops=len(rows))
+    return OpValues(op=op, value=np.array([value for row in rows for value in row], np.int64), ops=len(rows))

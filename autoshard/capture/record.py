@@ -1,4 +1,4 @@
-"""The recorder: a dispatch mode that runs every ATen op through an engine and writes it into the ledger.
+"""The recorder: a dispatch mode that runs every ATen op through an engine and writes it into the log.
 
 It sees ops below autograd, forward and backward alike, in the order in which they run. Closures that hold tensors would
 keep them alive and falsify the lifetimes, so nothing here keeps a tensor beyond the op it belongs to.
@@ -15,12 +15,12 @@ import torch
 import torch.fx
 
 from autoshard import nested
+from autoshard.capture.allocations import AllocationLog
 from autoshard.capture.calls import Calls
 from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS
 from autoshard.capture.flops import formulas
 from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
-from autoshard.capture.ledger import Ledger
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.capture.user_code import calling_code
@@ -50,7 +50,7 @@ LIFT_BYTES = 1 << 26
 """A constant up to this size is copied into the graph; a larger one is recorded without its content."""
 
 
-class Engine(Protocol):
+class ValueEngine(Protocol):
     """Runs ops: with values, or on shapes.
 
     `unknown` says that the values of a tensor mean nothing, `made` that this engine gave it its shape in this run.
@@ -81,7 +81,7 @@ class RealValues:
 
 
 class Recorder(DispatchMode):
-    """Records ops, module calls and saved tensors into `ledger`.
+    """Records ops, module calls and saved tensors into `log`.
 
     Attributes:
         calls: module calls.
@@ -92,24 +92,24 @@ class Recorder(DispatchMode):
         composite: composite ops come whole; the paths of arguments and outputs of modules are kept.
         state: values of the state that the last step of a generation returned.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
-        tape: set if calls and readings are noted, too.
+        call_log: set if calls and readings are noted, too.
         aside: ops that ran where no torch function is overridden.
         elsewhere: what other threads did of the run, in words.
     """
 
-    def __init__(self, engine: Engine, *, composite: bool = False) -> None:
+    def __init__(self, engine: ValueEngine, *, composite: bool = False) -> None:
         super().__init__()
         self.engine = engine
         self.composite = composite
-        self.ledger = Ledger()
-        self.calls = Calls(self.ledger)
+        self.log = AllocationLog()
+        self.calls = Calls(self.log)
         self.functions: list[Function] = []
         self.backward = False
         self.device_source = UNKNOWN
         self.moving = False
         self.busy = False
         self.unpacked: int | None = None
-        self.tape: Any = None
+        self.call_log: Any = None
         self.aside: set[int] = set()
         self.elsewhere: list[str] = []
         self._lifted: list[tuple[weakref.ref[torch.Tensor], int]] = []  # constants, and their values
@@ -163,7 +163,7 @@ class Recorder(DispatchMode):
         unpacked, self.unpacked = self.unpacked, None
         if func is _DETACH and unpacked == id(args[0]):  # autograd wraps up what it got back: the same to all others
             out = self.engine.run(func, traits, [args[0]], args, kwargs)
-            self.ledger.alias(out, self.value_of(args[0]))
+            self.log.alias(out, self.value_of(args[0]))
             return out
         inputs = tensors_of(args, kwargs)
         values = [self.value_of(tensor) for tensor in inputs]
@@ -173,12 +173,12 @@ class Recorder(DispatchMode):
         out = self.engine.run(func, traits, inputs, args, kwargs)
         if isinstance(out, (torch.Tensor, list, tuple)) or traits.writes:
             self._record(op, inputs, values, out, args, kwargs)
-            if self.tape is not None:
-                self.tape.op()
+            if self.call_log is not None:
+                self.call_log.op()
                 if func is _NONZERO and not self.engine.unknown(out):
-                    self.ledger.noted(FOUND, out.clone())
-        elif self.tape is not None and traits.reads_value:
-            return self.tape.read(args, func, out)
+                    self.log.noted(FOUND, out.clone())
+        elif self.call_log is not None and traits.reads_value:
+            return self.call_log.read(args, func, out)
         return out
 
     def value_of(self, tensor: torch.Tensor) -> int:
@@ -186,7 +186,7 @@ class Recorder(DispatchMode):
 
         Modules called inside `torch.func.vmap` are given wrappers of what its ops work on.
         """
-        value = self.ledger.find(tensor)
+        value = self.log.find(tensor)
         if value is None:
             inner = untransformed(tensor)
             value = self._lift(tensor) if inner is tensor else self.value_of(inner)
@@ -194,19 +194,19 @@ class Recorder(DispatchMode):
 
     def enter(self, tensor: torch.Tensor, kind: Any, name: str) -> int:
         """Enter a parameter, buffer or input before the run."""
-        node = self.ledger.fx_graph.placeholder(f"{kind}_{name}".replace(".", "_").replace("-", "_"))
-        value = self.ledger.add(tensor, node, kind=kind, name=name)
+        node = self.log.fx_graph.placeholder(f"{kind}_{name}".replace(".", "_").replace("-", "_"))
+        value = self.log.add(tensor, node, kind=kind, name=name)
         node.meta.update(kind=kind, name=name, value=value)
         if tensor.requires_grad:
-            self.ledger.mark_differentiable(value)
+            self.log.mark_differentiable(value)
         self._parameters = value + 1
         for path, stored in named_stored(tensor) if is_packed(tensor) else ():
             self.enter(stored, kind, f"{name}.{path}")
         return value
 
     def _lift(self, tensor: torch.Tensor) -> int:
-        ledger = self.ledger
-        if self.engine.made(tensor) and not ledger.knows_memory(tensor):
+        log = self.log
+        if self.engine.made(tensor) and not log.knows_memory(tensor):
             raise CaptureError(
                 f"a tensor of shape {tuple(tensor.shape)} was made by operations that can't be recorded, in another "
                 "thread or with modes switched off. Make it in the thread that calls forward, with modes as they are."
@@ -217,21 +217,21 @@ class Recorder(DispatchMode):
         if type(tensor) is torch.Tensor and not tensor.is_meta and tensor.numel() * tensor.element_size() <= LIFT_BYTES:
             with no_modes():  # it may be met between ops: handed to a module, or returned by one
                 content = tensor.detach().clone()
-        node = ledger.constant_node()
-        value = ledger.add(tensor, node, born=ledger.now, kind="constant")
+        node = log.constant_node()
+        value = log.add(tensor, node, born=log.now, kind="constant")
         node.meta.update(kind="constant", name="", value=value)
         self._lifted.append((weakref.ref(tensor), value))
         if content is not None:
-            ledger.contents[value] = content
+            log.contents[value] = content
         return value
 
     def _note_write(self, value: int) -> None:
         """Note a write into a tensor from outside; refuse it if its contents were too large to keep."""
-        ledger = self.ledger
-        storage = ledger.storage_of_value(value)
-        if ledger.kind_of(storage) == "constant":
-            lifted = [one for _, one in self._lifted if ledger.storage_of_value(one) == storage]
-            if ledger.contents.keys().isdisjoint(lifted):
+        log = self.log
+        storage = log.storage_of_value(value)
+        if log.kind_of(storage) == "constant":
+            lifted = [one for _, one in self._lifted if log.storage_of_value(one) == storage]
+            if log.contents.keys().isdisjoint(lifted):
                 where = self.calls.path_of(self.calls.current) or "the model"
                 raise CaptureError(
                     f"{where} writes in place into a large tensor that is neither a parameter nor a buffer. Register "
@@ -241,11 +241,11 @@ class Recorder(DispatchMode):
 
     def restore_constants(self) -> None:
         """Write back what tensors from outside of the model held before ops wrote into them."""
-        ledger = self.ledger
+        log = self.log
         with no_modes(), torch.no_grad():
             for reference, value in reversed(self._lifted):
-                tensor, content = reference(), ledger.contents.get(value)
-                if tensor is not None and content is not None and ledger.storage_of_value(value) in self._overwritten:
+                tensor, content = reference(), log.contents.get(value)
+                if tensor is not None and content is not None and log.storage_of_value(value) in self._overwritten:
                     tensor.data.copy_(content)
 
     def refuse_elsewhere(self) -> None:
@@ -260,8 +260,8 @@ class Recorder(DispatchMode):
         self, op: "_KnownOp", inputs: list[torch.Tensor], values: list[int], out: Any, args: tuple,
         kwargs: dict[str, Any],
     ) -> None:  # fmt: skip
-        ledger, traits = self.ledger, op.traits
-        index = ledger.now
+        log, traits = self.log, op.traits
+        index = log.now
         if index % TOLD_OPS == 0:
             tell("ops", index)
         if self.composite and overrides_are_off():
@@ -270,10 +270,10 @@ class Recorder(DispatchMode):
         if torch.is_grad_enabled() or self.backward:
             for tensor, value in zip(inputs, values, strict=True):
                 if tensor.requires_grad:
-                    ledger.mark_differentiable(value)
-        lookup = {id(tensor): ledger.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
+                    log.mark_differentiable(value)
+        lookup = {id(tensor): log.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
         # Arguments are set afterwards, since `create_node` looks for symbolic numbers among those that it is given.
-        node = ledger.fx_graph.create_node("call_function", traits.op, name=op.name)
+        node = log.fx_graph.create_node("call_function", traits.op, name=op.name)
         # Nor does the node's own way of setting them look up what nodes of this kind there are.
         object.__setattr__(node, "args", tuple([_to_nodes(value, lookup) for value in args]))
         if kwargs:
@@ -284,17 +284,17 @@ class Recorder(DispatchMode):
         for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if not isinstance(result, torch.Tensor):
                 continue
-            known = ledger.find(result)
+            known = log.find(result)
             if known is None:
                 made = node
                 if result is not out:
-                    made = ledger.fx_graph.create_node("call_function", operator.getitem)
+                    made = log.fx_graph.create_node("call_function", operator.getitem)
                     made.args = (node, position)
-                known = ledger.add(result, made, op=index, born=index)
+                known = log.add(result, made, op=index, born=index)
                 if not traits.view and result.layout is torch.strided and not result.is_nested:
                     made.meta["stride"] = result.stride()
             outputs.append(known)
-        ledger.ops.append(
+        log.ops.append(
             Op(
                 index=index,
                 target=traits.op,
@@ -327,28 +327,28 @@ class Recorder(DispatchMode):
                 forward = self._sequences.op_of(number, is_write_to_view(node), forward)
             else:
                 variable = getattr(node, "variable", None)
-                known = self.ledger.find(variable) if variable is not None else None
+                known = self.log.find(variable) if variable is not None else None
                 forward = self._last_reader.get(known, forward) if known is not None else forward
         if forward < 0:
             return self.calls.root, -1
         self._last_forward = forward
-        return self.ledger.ops[forward].call, forward
+        return self.log.ops[forward].call, forward
 
     def lasting(self, gradients: Iterable[int]) -> tuple[int, ...]:
         """Values made by ops that are still there: outputs, what modules keep, but not the parameters' gradients."""
-        values = self.ledger.values()
+        values = self.log.values()
         gone = {values[value].storage for value in gradients}
-        return tuple(v for v in self.ledger.alive() if values[v].op >= 0 and values[v].storage not in gone)
+        return tuple(v for v in self.log.alive() if values[v].op >= 0 and values[v].storage not in gone)
 
     def refuse_kept(self) -> None:
         """Raise CaptureError if somebody still has a tensor without values that an op made: the next forward would."""
-        left = [row for tensor, row in self.ledger.tensors_of_ops() if self.engine.unknown(tensor)]
+        left = [row for tensor, row in self.log.tensors_of_ops() if self.engine.unknown(tensor)]
         if left:
             gc.collect()  # most are in cycles that nobody has
-            left = [row for tensor, row in self.ledger.tensors_of_ops() if self.engine.unknown(tensor)]
+            left = [row for tensor, row in self.log.tensors_of_ops() if self.engine.unknown(tensor)]
         if left:
-            value = self.ledger.values()[left[0]]
-            op = self.ledger.ops[value.op]
+            value = self.log.values()[left[0]]
+            op = self.log.ops[value.op]
             where = self.calls.path_of(op.call) or "the model"
             raise CaptureError(
                 f"a tensor of shape {value.shape} that {op.target} made in {where} was kept outside of the model while "
@@ -362,24 +362,24 @@ class Recorder(DispatchMode):
             return
         tensors = nested.flat_tensors((args, kwargs) if kwargs else args)
         if len(tensors) > 1:
-            inputs = tuple(value for tensor in tensors if (value := self.ledger.find(tensor)) is not None)
-            if len(inputs) > 1 and (self.ledger.now > begin + 1 or inputs != self.ledger.ops[begin].inputs):
-                self.functions.append(Function(begin=begin, end=self.ledger.now, inputs=inputs))
+            inputs = tuple(value for tensor in tensors if (value := self.log.find(tensor)) is not None)
+            if len(inputs) > 1 and (self.log.now > begin + 1 or inputs != self.log.ops[begin].inputs):
+                self.functions.append(Function(begin=begin, end=self.log.now, inputs=inputs))
 
     def saved(self, tensor: torch.Tensor) -> tuple[int, int]:
         """(value, op that saves it) of what autograd hands to a pack hook.
 
         It hands over the tensor or a detached alias of it; such a `detach` is no op of the model's and is taken back.
         """
-        ledger = self.ledger
+        log = self.log
         value = self.value_of(tensor)
-        last = ledger.ops[-1] if ledger.ops else None
+        last = log.ops[-1] if log.ops else None
         if last is not None and last.target is _DETACH and last.outputs == (value,):
-            ledger.drop_last_op(tensor)
+            log.drop_last_op(tensor)
             value = last.inputs[0]
-            ledger.alias(tensor, value)
+            log.alias(tensor, value)
         # Inputs are saved before their op runs, when its node is already numbered; outputs after.
-        return value, ledger.now if self._sequences.is_ahead(ledger.now) else ledger.now - 1
+        return value, log.now if self._sequences.is_ahead(log.now) else log.now - 1
 
     # ---- module calls
 
@@ -397,14 +397,14 @@ class Recorder(DispatchMode):
             value = self.value_of(tensor)
             outputs.append(value)
             if tensor.requires_grad:
-                self.ledger.mark_differentiable(value)
+                self.log.mark_differentiable(value)
         paths = tuple([path for path, _ in nested.tensors_in(output)]) if self.composite else ()
         self.calls.end(row, tuple(outputs), paths)
 
     def note_state(self, module: torch.nn.Module, output: Any) -> None:
         """Remember the state in the output of a call that just ended, if it was called from outside all modules."""
         if not self.calls.running and output is not None:
-            found = [self.ledger.find(tensor) for tensor in state_tensors(module, output)]
+            found = [self.log.find(tensor) for tensor in state_tensors(module, output)]
             self.state = tuple([value for value in found if value is not None])
 
 

@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
+from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, Ranks, silenced
 from autoshard.capture.graph import ModelGraph, TensorInfo
@@ -24,11 +25,10 @@ from autoshard.capture.inputs import Call
 from autoshard.capture.material import Make, prepared_input, put_stand_ins
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.observe import Observer
-from autoshard.capture.record import Engine, Recorder
+from autoshard.capture.record import Recorder, ValueEngine
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.state import clear_frames, undisturbed
-from autoshard.capture.tape import Tape
 from autoshard.capture.threads import watched_threads
 from autoshard.common.collector import no_collection
 from autoshard.common.fingerprint import fingerprint
@@ -46,7 +46,7 @@ MODULE_PATH = "autoshard_module_path"
 class Run:
     """What is run: a model, its arguments and what for; `composite` keeps composite ops whole.
 
-    `observer` is told of every call of a module; `tape`, of a forward, of more (see there).
+    `observer` is told of every call of a module; `call_log`, of a forward, of more (see there).
     `small_floats`: most elements of floats made by the code that keep their values. `at_end` is called while the model
     is as the forward has left it, with what finds the values of tensors.
     """
@@ -57,14 +57,19 @@ class Run:
     workload: Workload
     composite: bool = False
     observer: Observer | None = None
-    tape: Tape | None = None
+    call_log: CallLog | None = None
     small_floats: int = SMALL_FLOATS
     ranks: Ranks = "all"
     at_end: Callable[[Find], None] | None = None
 
 
 def record_run(
-    run: Run, engine: Engine, make: Make, level: Literal["fake", "real", "invented"], *, decode: Decoding | None = None
+    run: Run,
+    engine: ValueEngine,
+    make: Make,
+    level: Literal["fake", "real", "invented"],
+    *,
+    decode: Decoding | None = None,
 ) -> ModelGraph:
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
@@ -77,8 +82,8 @@ def record_run(
         with no_collection():
             recorded = partial(_recorded, run, recorder, make, level, decode)
             graph = undisturbed(run.model, (run.args, run.kwargs), recorded)
-        if run.tape is not None:
-            run.tape.let_go()
+        if run.call_log is not None:
+            run.call_log.let_go()
         recorder.refuse_elsewhere()
     except Exception as error:
         clear_frames(error)
@@ -87,7 +92,7 @@ def record_run(
     finally:
         torch.clear_autocast_cache()  # within the caller's autocast it has casts of what stood in for parameters
         recorder.restore_constants()
-        if run.tape is None:  # which keeps what calls gave; the same forward was recorded without one before
+        if run.call_log is None:  # which keeps what calls gave; the same forward was recorded without one before
             recorder.refuse_kept()
     return graph
 
@@ -101,13 +106,13 @@ def _recorded(
     mark = fingerprint(model)
     if run.observer is not None:
         run.observer.begin(recorder)
-    if run.tape is not None:
-        run.tape.begin(recorder)
+    if run.call_log is not None:
+        run.call_log.begin(recorder)
     with ExitStack() as stack:
         stack.enter_context(_undisturbed())
         put_stand_ins(model, make)
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.set_grad_enabled(training if run.tape is None else run.tape.grad))
+        stack.enter_context(torch.set_grad_enabled(training if run.call_log is None else run.call_log.grad))
         if run.composite:
             stack.enter_context(below_autograd())
         tensors = _enter_tensors(model, rows, recorder)
@@ -115,8 +120,8 @@ def _recorded(
         if decode is not None:
             given = _prompts(run), {}
         args, kwargs, inputs = _enter_inputs(given, recorder.engine, recorder)
-        if run.tape is not None:
-            stack.enter_context(run.tape.watching_functions())
+        if run.call_log is not None:
+            stack.enter_context(run.call_log.watching_functions())
         stack.enter_context(watched_threads(recorder.elsewhere.append))
         stack.enter_context(_module_calls(model, recorder, run, decode is not None))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
@@ -126,7 +131,7 @@ def _recorded(
             stack.enter_context(saved_tensor_hooks(recorder))
         seen = _run_model(run, recorder, args, kwargs, decode)
         if run.at_end is not None:
-            run.at_end(recorder.ledger.find)
+            run.at_end(recorder.log.find)
         return _graph_of(
             recorder, **seen, kept=_kept(model, recorder), model=weakref.ref(model), level=level, modules=modules,
             tensors=tensors, inputs=inputs, fingerprint=mark, training=training,
@@ -140,16 +145,16 @@ def _run_model(
 ) -> dict[str, Any]:
     """Run the forward, or the generation, and the backward; return what `ModelGraph` says of its results and phases.
 
-    What is alive at the end stays so in the ledger.
+    What is alive at the end stays so in the log.
     """
-    model, ledger = run.model, recorder.ledger
+    model, log = run.model, recorder.log
     gradients: dict[str, int] = {}
     plain: tuple[tuple[str, Any], ...] = ()
     sealed: tuple[tuple[str, str], ...] = ()
     if decode is None:
         output = model(*args, **kwargs)
         _refuse_generator(model, output)
-        phases = [("forward", 0, ledger.now)]
+        phases = [("forward", 0, log.now)]
         held = list(opaque_tensors(output))
         sealed = tuple((path, type(leaf).__name__) for path, leaf in nested.sealed_in(output))
         plain = tuple((path, leaf) for path, leaf in nested.leaves_in(output) if isinstance(leaf, (int, float, str)))
@@ -159,16 +164,16 @@ def _run_model(
     outputs = recorder.calls.root_outputs() if decode is None else recorder.calls.step_outputs()
     if run.workload.training:
         loss = training_loss(output, type(model).__name__)
-        phases = [("forward", 0, ledger.now)]  # the loss belongs to it
+        phases = [("forward", 0, log.now)]  # the loss belongs to it
         torch.clear_autocast_cache()  # as where autocast ends, which it does before a backward
         recorder.backward = True
         torch.autograd.backward(loss)
-        phases.append(("backward", phases[0][2], ledger.now))
+        phases.append(("backward", phases[0][2], log.now))
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 gradients[name] = recorder.value_of(parameter.grad)
-    ledger.close()
-    found = [value for tensor in held if (value := ledger.find(tensor)) is not None]
+    log.close()
+    found = [value for tensor in held if (value := log.find(tensor)) is not None]
     state = tuple(dict.fromkeys(found if decode is None else recorder.state))
     return {
         "outputs": outputs, "state": state, "phases": tuple(phases), "gradients": tuple(gradients.items()),
@@ -178,30 +183,30 @@ def _run_model(
 
 def _graph_of(recorder: Recorder, **known: Any) -> ModelGraph:
     """Make the graph of what was recorded; `known`: fields that are known."""
-    ledger, gradients = recorder.ledger, dict(known["gradients"])
-    outputs = tuple(ledger.nodes[value] for value in known["outputs"])
-    ledger.fx_graph.output((outputs, {name: ledger.nodes[value] for name, value in gradients.items()}))
-    for node in ledger.fx_graph.nodes:
-        if node.op == "placeholder" and node.meta["value"] in ledger.contents:
-            node.meta["content"] = ledger.contents[node.meta["value"]]
+    log, gradients = recorder.log, dict(known["gradients"])
+    outputs = tuple(log.nodes[value] for value in known["outputs"])
+    log.fx_graph.output((outputs, {name: log.nodes[value] for name, value in gradients.items()}))
+    for node in log.fx_graph.nodes:
+        if node.op == "placeholder" and node.meta["value"] in log.contents:
+            node.meta["content"] = log.contents[node.meta["value"]]
     return ModelGraph(
-        fx_graph=ledger.fx_graph, calls=recorder.calls.finished(), ops=tuple(ledger.ops), values=ledger.values(),
-        storages=ledger.storages(), saves=ledger.saves(), notes=(), functions=tuple(recorder.functions),
-        backward_begin=next((begin for name, begin, _ in known["phases"] if name == "backward"), ledger.now),
+        fx_graph=log.fx_graph, calls=recorder.calls.finished(), ops=tuple(log.ops), values=log.values(),
+        storages=log.storages(), saves=log.saves(), notes=(), functions=tuple(recorder.functions),
+        backward_begin=next((begin for name, begin, _ in known["phases"] if name == "backward"), log.now),
         lasting=recorder.lasting(gradients.values()), aside=frozenset(recorder.aside), **known,
     )  # fmt: skip
 
 
 def _kept(model: nn.Module, recorder: Recorder) -> frozenset[int]:
     """Storages of what ops made that modules have on attributes."""
-    ledger = recorder.ledger
+    log = recorder.log
     held = [
         item for module in model.modules() for name, item in vars(module).items()
         if name not in ("_parameters", "_buffers", "_modules") and isinstance(item, (torch.Tensor, list, tuple, dict))
     ]  # fmt: skip
-    values = [value for tensor in nested.flat_tensors(held) if (value := ledger.find(tensor)) is not None]
-    storages = {ledger.storage_of_value(value) for value in values}
-    return frozenset(storage for storage in storages if ledger.kind_of(storage) == "activation")
+    values = [value for tensor in nested.flat_tensors(held) if (value := log.find(tensor)) is not None]
+    storages = {log.storage_of_value(value) for value in values}
+    return frozenset(storage for storage in storages if log.kind_of(storage) == "activation")
 
 
 def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tuple[TensorInfo, ...]:
@@ -210,10 +215,10 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    ledger = recorder.ledger
+    log = recorder.log
     for name, module, kind, persistent in rows:
         tensor = tensors[name]
-        value = ledger.find(tensor)
+        value = log.find(tensor)
         if value is None:
             value = recorder.enter(tensor, kind, name)
         table.append(
@@ -222,7 +227,7 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
                 module=module,
                 kind=kind,
                 value=value,
-                storage=ledger.storage_of_value(value),
+                storage=log.storage_of_value(value),
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,
                 nbytes=stored_bytes(tensor),
@@ -233,7 +238,9 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
     return tuple(table)
 
 
-def _enter_inputs(given: Call, engine: Engine, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
+def _enter_inputs(
+    given: Call, engine: ValueEngine, recorder: Recorder
+) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
     """Make arguments the run may write into, enter their tensors; return them and the values `tensors_in` finds.
 
     Containers and objects of unknown classes (a cache) are copied whole, so the caller's stay as they are.
@@ -250,13 +257,13 @@ def _enter_inputs(given: Call, engine: Engine, recorder: Recorder) -> tuple[tupl
         args, kwargs = nested.map_tensors(given, lambda tensor: stand_in[id(tensor)])
     inputs = []
     for path, tensor in nested.tensors_in((args, kwargs)):
-        value = recorder.ledger.find(tensor)
+        value = recorder.log.find(tensor)
         inputs.append(recorder.enter(tensor, "input", path) if value is None else value)
     for tensor in opaque_tensors((args, kwargs)):
-        if recorder.ledger.find(tensor) is None:
+        if recorder.log.find(tensor) is None:
             value = recorder.enter(tensor, "input", "inside_an_object")
             if type(tensor) is torch.Tensor:
-                recorder.ledger.contents[value] = tensor.detach().clone()
+                recorder.log.contents[value] = tensor.detach().clone()
     return args, kwargs, tuple(inputs)
 
 
@@ -315,7 +322,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
     call, apply = nn.Module.__call__, nn.Module._apply
-    observer, tape, thread = run.observer, run.tape, threading.get_ident()
+    observer, call_log, thread = run.observer, run.call_log, threading.get_ident()
 
     def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         path = paths.get(id(self))
@@ -326,8 +333,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
             return call(self, *args, **kwargs)
         if observer is not None:
             observer.note(path, args, kwargs)
-        if tape is not None:
-            tape.note(path, args, kwargs)
+        if call_log is not None:
+            call_log.note(path, args, kwargs)
         row = recorder.begin_call(path, args, kwargs)
         output = None
         try:
@@ -343,8 +350,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
             raise
         finally:
             recorder.end_call(row, output)
-            if tape is not None:
-                tape.ended(row, output)
+            if call_log is not None:
+                call_log.ended(row, output)
             if generates:
                 recorder.note_state(self, output)
 

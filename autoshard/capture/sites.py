@@ -52,37 +52,37 @@ class Sites(DeviceSources):
         recorder = self._recorder
         name = getattr(func, "__name__", str(func))
         if not recorder.busy and args and _tells_size(func, name):
-            if recorder.tape is not None:
-                recorder.tape.measured(args[0])
-            value = recorder.ledger.find(args[0]) if isinstance(args[0], torch.Tensor) else None
+            if recorder.call_log is not None:
+                recorder.call_log.measured(args[0])
+            value = recorder.log.find(args[0]) if isinstance(args[0], torch.Tensor) else None
             if value is not None and recorder.calls.running:
                 self.measured.add((value, recorder.calls.running[-1]))
-        if recorder.tape is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
-            recorder.tape.sliced(args[0], args[1])
-        if recorder.tape is not None and recorder.tape.histories and not recorder.busy:
+        if recorder.call_log is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
+            recorder.call_log.sliced(args[0], args[1])
+        if recorder.call_log is not None and recorder.call_log.histories and not recorder.busy:
             if func is torch.Tensor.register_hook:
-                recorder.tape.hook(args[0], user_code.calling_line())
+                recorder.call_log.hook(args[0], user_code.calling_line())
                 return torch.utils.hooks.RemovableHandle(OrderedDict())
             if func == _REQUIRES_GRAD and args[0].is_floating_point():
                 return torch.is_grad_enabled()
         if recorder.busy or not recorder.calls.running or name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
-        call, begin = recorder.calls.running[-1], recorder.ledger.now
+        call, begin = recorder.calls.running[-1], recorder.log.now
         occurrence = self._counts[call, name]
         for row in recorder.calls.running:
             self._counts[row, name] += 1
         line = calling_line()
         result = super().__torch_function__(func, types_, args, kwargs)
-        if func in _READS and recorder.tape is not None:
-            recorder.tape.read(args[:1], func, result)
-        if recorder.ledger.now > begin:
+        if func in _READS and recorder.call_log is not None:
+            recorder.call_log.read(args[:1], func, result)
+        if recorder.log.now > begin:
             self._found.append(
                 SiteCall(
                     call=call,
                     function=name,
                     occurrence=occurrence,
                     begin=begin,
-                    end=recorder.ledger.now,
+                    end=recorder.log.now,
                     inputs=tuple(self._values((args, kwargs or {}))),
                     outputs=tuple(self._values(result)),
                     line=line,
@@ -96,6 +96,6 @@ class Sites(DeviceSources):
 
     def _values(self, arguments: Any) -> Iterator[tuple[str, int]]:
         for path, tensor in nested.tensors_in(arguments):
-            value = self._recorder.ledger.find(tensor)
+            value = self._recorder.log.find(tensor)
             if value is not None:
                 yield path, value

@@ -32,7 +32,7 @@ class DeviceSources(TorchFunctionMode):
         if getattr(func, "__self__", None) is _DEVICE:
             return self.hand_out(args[0]) or func(*args)
         recorder = self._recorder
-        before, begin = recorder.device_source, recorder.ledger.now
+        before, begin = recorder.device_source, recorder.log.now
         recorder.device_source = self._source(func, args, kwargs)
         try:
             if func in _MOVES:
@@ -40,7 +40,7 @@ class DeviceSources(TorchFunctionMode):
             result = func(*args, **kwargs)
             if func in _LITERALS:
                 return self._placed_literal(result, args)
-            if recorder.ledger.now > begin:
+            if recorder.log.now > begin:
                 recorder.note_function(begin, args, kwargs)
             return result
         finally:
@@ -56,7 +56,7 @@ class DeviceSources(TorchFunctionMode):
     def hand_out(self, tensor: torch.Tensor) -> torch.device | None:
         """A device object that remembers the tensor it was read from; None for reads by torch and by capture itself."""
         recorder = self._recorder
-        if recorder.busy or (value := recorder.ledger.find(tensor)) is None:
+        if recorder.busy or (value := recorder.log.find(tensor)) is None:
             return None
         device = torch.device("cpu")
         self._given[id(device)] = (device, value)
@@ -73,7 +73,7 @@ class DeviceSources(TorchFunctionMode):
                     device = item
                     break
         if device is None and func is torch.Tensor.new_tensor:
-            found = self._recorder.ledger.find(args[0])
+            found = self._recorder.log.find(args[0])
             return UNKNOWN if found is None else found
         if device is None:
             return HOST
@@ -118,7 +118,7 @@ class DeviceSources(TorchFunctionMode):
         if target is None:
             return None
         if isinstance(target, torch.Tensor):
-            found = self._recorder.ledger.find(target)
+            found = self._recorder.log.find(target)
             return UNKNOWN if found is None else found
         given = self._given.get(id(target))
         if given is not None and given[0] is target:

@@ -34,7 +34,7 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _ABSENT: Any = object()
 
 
-class State:
+class ModelState:
     """What a model and its arguments hold, as it is when this is made."""
 
     def __init__(self, model: nn.Module, given: Any) -> None:
@@ -183,7 +183,7 @@ class State:
 
 def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
     """Return `run()`, after which what a model and its arguments hold is as it was, and context variables are."""
-    state = State(model, given)
+    state = ModelState(model, given)
     try:
         return contextvars.copy_context().run(run)
     finally:

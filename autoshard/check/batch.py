@@ -15,7 +15,7 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.axes.batch import Rows, follow
-from autoshard.axes.walk import Walk, walk_over
+from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
@@ -46,7 +46,7 @@ class Question:
     paths: tuple[tuple[str, ...], ...]
     bound: dict[str, Any]
     graph: ModelGraph
-    walk: Walk
+    walk: AxisWalk
     workload: Workload
 
     def call(self, bound: Mapping[str, Any]) -> Call:
@@ -88,7 +88,7 @@ def find_batch_axis(
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused}.{advice}")
 
 
-def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Walk) -> None:
+def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: AxisWalk) -> None:
     """Follow the samples of the batch through every op, without comparing numbers. Raises `PlanError` as above.
 
     `walk`: over a forward with as many samples, which may be longer: where the batch may be is taken from it.
@@ -105,7 +105,7 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Wa
 
 
 def _question(
-    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None, walk: Walk | None = None
+    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None, walk: AxisWalk | None = None
 ) -> Question:
     """Record one forward with given or derived inputs, if that has not been done.
 

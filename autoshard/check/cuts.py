@@ -22,7 +22,7 @@ from autoshard.check.follow import Differs, due_on, follow
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
 from autoshard.check.misuse import find_misuse
 from autoshard.check.rank import Arguments, call_of, on_meta, record_rank
-from autoshard.check.runs import Seen, other_runs
+from autoshard.check.runs import RankRuns, other_runs
 from autoshard.common.module_paths import join
 from autoshard.common.progress import tell
 from autoshard.plan.cuts import Refusal
@@ -39,7 +39,7 @@ class CutChecks:
 
     def __init__(
         self, model: nn.Module, graph: ModelGraph, found: AxisGroups, calls: Mapping[str, Sequence[Arguments]],
-        first: Seen, others: Callable[[], Sequence[Seen]],
+        first: RankRuns, others: Callable[[], Sequence[RankRuns]],
     ) -> None:  # fmt: skip
         self._model, self._graph, self._calls = model, graph, calls
         self._runs, self._others = [first], others
@@ -125,7 +125,7 @@ class CutChecks:
             self._followed[key] = self._to_blame(groups, cuts, self._difference(groups, cuts))
         return self._followed[key]
 
-    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> "tuple[Seen, Differs] | None":
+    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> "tuple[RankRuns, Differs] | None":
         """What some rank does otherwise than the whole model in one of the runs. Ranks of equal shares do the same."""
         shares = [cut.shares for cut in cuts]
         ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values()
@@ -140,7 +140,7 @@ class CutChecks:
                 for rank in ranks:
                     with own_random_numbers():
                         due = due_on(run.graph, theirs, its_shares, rank)
-                        find_misuse(self._model, run.graph, run.tape, due)
+                        find_misuse(self._model, run.graph, run.call_log, due)
                         follow(run.graph, record_rank(self._model, cuts, rank, run.record), due, rank)
             except Differs as error:
                 return run, error
@@ -148,11 +148,11 @@ class CutChecks:
                 return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
         return None
 
-    def _in_run(self, run: Seen, group: AxisGroup) -> list[AxisGroup]:
+    def _in_run(self, run: RankRuns, group: AxisGroup) -> list[AxisGroup]:
         """What cuts the same in another run; [] if nothing does."""
         return [group] if run is self._runs[0] else run.of(group)
 
-    def _all_runs(self) -> Iterator[Seen]:
+    def _all_runs(self) -> Iterator[RankRuns]:
         """The run of the plan, then the others, which are recorded when they are needed first."""
         yield self._runs[0]
         if len(self._runs) == 1:
@@ -160,7 +160,7 @@ class CutChecks:
         yield from self._runs[1:]
 
     def _to_blame(
-        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: "tuple[Seen, Differs] | None"
+        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: "tuple[RankRuns, Differs] | None"
     ) -> dict[int, str]:
         """Which of the cuts make a difference: those that work where it is, else those that make one alone."""
         if found is None:
@@ -180,7 +180,7 @@ class CutChecks:
         return reasons or {least: _said(found)}
 
 
-def _said(found: tuple[Seen, Differs]) -> str:
+def _said(found: tuple[RankRuns, Differs]) -> str:
     """A difference for people, with the run in which it is."""
     run, error = found
     return f"{error} ({run.what})" if run.what else str(error)
@@ -197,6 +197,6 @@ def check_cuts(
     def record(local: nn.Module) -> ModelGraph:
         return capture(local, kwargs or args, workload=workload, level=graph.level, composite=True)
 
-    first = Seen(what="", graph=graph, groups={}, record=record)
+    first = RankRuns(what="", graph=graph, groups={}, record=record)
     others = partial(other_runs, model, (args, kwargs), workload, found.groups)
     return CutChecks(model, graph, found, observe_calls(model, inputs, workload, paths), first, others)

@@ -18,10 +18,10 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.axes.axis import Axis, Leaf, describe, leaves, local_size
+from autoshard.axes.axis import Axis, Factor, describe, leaves, local_size
 from autoshard.axes.groups import AxisGroup
 from autoshard.axes.regions import scaled_ops
-from autoshard.axes.walk import Walk, where
+from autoshard.axes.walk import AxisWalk, where
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.plan.sharding import DROPOUTS, kept
 
@@ -93,7 +93,7 @@ def due_on(
 
 
 def _of_walk(
-    graph: ModelGraph, walk: Walk, ops: Sequence[int], cut: Mapping[Leaf, tuple[int, ...]], rank: int
+    graph: ModelGraph, walk: AxisWalk, ops: Sequence[int], cut: Mapping[Factor, tuple[int, ...]], rank: int
 ) -> Iterator[tuple[int, Due]]:
     """(place in `ops`, what is due there) for the block that was analysed."""
     slices = {leaf: share[rank] for leaf, share in cut.items()}
@@ -116,7 +116,7 @@ def _of_walk(
             yield place, row
 
 
-def _local(axes: Sequence[Axis], shape: Sequence[int], slices: Mapping[Leaf, int]) -> tuple[int, ...]:
+def _local(axes: Sequence[Axis], shape: Sequence[int], slices: Mapping[Factor, int]) -> tuple[int, ...]:
     return tuple(local_size(axis, slices) if axis else size for axis, size in zip(axes, shape, strict=True))
 
 

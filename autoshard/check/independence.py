@@ -19,11 +19,11 @@ from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneve
 from autoshard.axes.samples import SHARED, Samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
+from autoshard.capture.call_log import CallLog, Opaque, Reading, Ref, TooManyOps
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
-from autoshard.capture.tape import Opaque, Reading, Ref, Tape, TooManyOps
 from autoshard.check.inputs import NotRun, Padded, is_mask, owner_of, starts
-from autoshard.check.records import ROWS, Left, Mixed, Recorded, left_by_parts, record_samples
+from autoshard.check.records import ROWS, Left, Mixed, RecordedSamples, left_by_parts, record_samples
 from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
@@ -48,7 +48,7 @@ class Apart:
     """What was found of the outputs: the samples of each, by path, and how one that several decide is merged."""
 
     outputs: Mapping[str, tuple[Samples, BatchOutput | None]]
-    recorded: Recorded
+    recorded: RecordedSamples
 
     def permits(self, how: BatchOutput) -> bool:
         """Whether an output may be put together of parts one after the other in this way."""
@@ -64,24 +64,24 @@ class Apart:
 def check_apart(question: "Question", batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
-    first = Run(question, batch, frozenset(), ())
+    first = SampleRun(question, batch, frozenset(), ())
     marks = first.marks()
     if marks:
-        first = Run(question, batch, frozenset(), marks)
+        first = SampleRun(question, batch, frozenset(), marks)
     choices = [*((path, 0) for path in masks), *marks]
-    runs: dict[Padded, Run] = {frozenset(): first}
+    runs: dict[Padded, SampleRun] = {frozenset(): first}
     if first.switches and len(choices) <= MOST_SWITCHES:
         for count in range(1, len(choices) + 1):
             for chosen in map(frozenset, combinations(choices, count)):
-                runs[chosen] = Run(question, batch, chosen, marks)
+                runs[chosen] = SampleRun(question, batch, chosen, marks)
     if len(masks) == 1 and not marks and len(first.switches) > 1:
         other = frozenset({(masks[0], OTHER)})
-        runs[other] = Run(question, batch, other, ())
+        runs[other] = SampleRun(question, batch, other, ())
     _check_switches(runs, choices)
     return first.outputs()
 
 
-class Run:
+class SampleRun:
     """One forward with some rows, beside the same with very many, or one more.
 
     Attributes:
@@ -94,16 +94,16 @@ class Run:
     ) -> None:
         self.question, self.batch, self.padded, self.absent = question, batch, padded, absent
         left = Left(question.model)
-        self.graph, self.tape = self._recorded(ROWS, at_end=left.note)
-        self.other, other_tape, rows = self._larger()
-        self.recorded = Recorded(graph=self.graph, left=left, other=self.other, rows=rows)
+        self.graph, self.call_log = self._recorded(ROWS, at_end=left.note)
+        self.other, other_log, rows = self._larger()
+        self.recorded = RecordedSamples(graph=self.graph, left=left, other=self.other, rows=rows)
         self._check_sequence(self.other, rows)
         uneven = first_uneven(self.graph, self.other, (ROWS, rows)) if rows > ROWS + 1 else None
         if uneven is not None:
             what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
             raise self.refuse(self.graph.ops[uneven], what)
-        self._check_slices(other_tape)
-        self._check_tape(other_tape, rows)
+        self._check_slices(other_log)
+        self._check_log(other_log, rows)
         self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch, ROWS), (ROWS, rows))
         self.switches: dict[int, bool] = {}
         self.guards: set[Guard] = set()
@@ -149,31 +149,31 @@ class Run:
                 self.graph.ops[order[0]], "calls experts of which each token needs too many to try others"
             )
 
-    def _larger(self) -> tuple[ModelGraph, Tape, int]:
+    def _larger(self) -> tuple[ModelGraph, CallLog, int]:
         """The same with many rows, where that is known as well, else with one row more; and how many."""
         stopped: NotRun | None = None
         for rows in () if self.padded else MANY_ROWS:
             if self.graph.level == "real" and rows > MOST_REAL_ROWS:
                 continue
             try:
-                many, tape = self._recorded(rows, most_ops=100 + 2 * len(self.graph.ops))
+                many, call_log = self._recorded(rows, most_ops=100 + 2 * len(self.graph.ops))
             except TooManyOps:  # a loop over rows: with one row more, it is seen where
                 self._check_sequence(self._recorded(ROWS + 1)[0], ROWS + 1)
                 raise self.refuse(None, f"mixes its rows: it runs more ops for {rows} rows than for {ROWS}") from None
             except NotRun as error:  # its own tables are shorter
                 stopped = stopped or error
                 continue
-            if many.level == self.graph.level and tape.left_out == self.tape.left_out:
-                return many, tape, rows
+            if many.level == self.graph.level and call_log.left_out == self.call_log.left_out:
+                return many, call_log, rows
         if stopped is not None:
             raise stopped
         return (*self._recorded(ROWS + 1), ROWS + 1)
 
-    def _recorded(self, rows: int, **options: Any) -> tuple[ModelGraph, Tape]:
-        graph, tape, self.paths = record_samples(
+    def _recorded(self, rows: int, **options: Any) -> tuple[ModelGraph, CallLog]:
+        graph, call_log, self.paths = record_samples(
             self.question, self.batch, rows, padded=self.padded, absent=self.absent, **options
         )
-        return graph, tape
+        return graph, call_log
 
     # ---- refusals
 
@@ -192,18 +192,18 @@ class Run:
             op = self.graph.ops[found[0]] if self.graph.ops else None
             raise self.refuse(op, f"mixes its rows: it runs other ops for {rows} rows than for {ROWS}, here {found[1]}")
 
-    def _check_slices(self, other: Tape) -> None:
+    def _check_slices(self, other: CallLog) -> None:
         """Refuse a slice of the batch that ends at a constant: it is all there is for few rows, and no op tells."""
-        for mine, its in zip(self.tape.slices, other.slices, strict=False):
+        for mine, its in zip(self.call_log.slices, other.slices, strict=False):
             for (dim, part), (_, same) in zip(mine.bounds, its.bounds, strict=False):
                 longer = dim < len(mine.shape) and mine.shape[dim] != its.shape[dim]
                 if longer and part.stop == same.stop and mine.shape[dim] <= part.stop < NO_END:
                     op = self.graph.ops[min(mine.begin, len(self.graph.ops) - 1)] if self.graph.ops else None
                     raise self.refuse(op, f"mixes its rows: it works on the first {part.stop} of them by their places")
 
-    def _check_tape(self, other: Tape, rows: int) -> None:
+    def _check_log(self, other: CallLog, rows: int) -> None:
         """Refuse numbers among the outputs that count rows, and functions whose backward nobody has seen."""
-        mine, its = (dict(nested.leaves_in(tape.calls[0].output)) for tape in (self.tape, other))
+        mine, its = (dict(nested.leaves_in(call_log.calls[0].output)) for call_log in (self.call_log, other))
         for path, leaf in mine.items():
             if isinstance(leaf, PLAIN) and path in its and its[path] != leaf and leaf == leaf:
                 raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {rows}")
@@ -214,8 +214,8 @@ class Run:
             raise Mixed(f"the output {path} is a {kind}, in which nobody knows what belongs to the rows of a part")
         if not self.question.workload.training:
             return
-        if self.tape.hooked:
-            line = next(iter(self.tape.hooked.values()))
+        if self.call_log.hooked:
+            line = next(iter(self.call_log.hooked.values()))
             raise Mixed(f"its forward hangs a hook on gradients at {line}, which may mix rows. {INDEPENDENT}")
         for op in self.graph.ops:
             if name_of(op) == "embedding" and op.node is not None and True in (*op.node.args[3:4],):
@@ -225,8 +225,8 @@ class Run:
         for path, module in self.question.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
-        if self.tape.functions:
-            call = self.tape.functions[0]
+        if self.call_log.functions:
+            call = self.call_log.functions[0]
             op = self.graph.ops[min(call.begin, len(self.graph.ops) - 1)]
             raise self.refuse(op, f"calls {call.function.__name__}, whose backward may mix its rows")
 
@@ -234,7 +234,7 @@ class Run:
 
     def _follow(self) -> None:
         walk, graph = self.walk, self.graph
-        readings = sorted(self.tape.readings, key=lambda reading: reading.begin)
+        readings = sorted(self.call_log.readings, key=lambda reading: reading.begin)
         for op in graph.ops:
             while readings and readings[0].begin <= op.index:
                 self._read(readings.pop(0))
@@ -246,7 +246,7 @@ class Run:
                 raise self._mixed(value, "mixes its rows")
             if (made := walk.sound.entries.made_by(walk.of(value))) >= 0:
                 raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
-        for value in sorted(self.tape.sizes & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
+        for value in sorted(self.call_log.sizes & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
             what = "mixes its rows: Python asks for the size of a tensor that depends on values of all of them"
             raise self.refuse(graph.ops[graph.values[value].op], what)
         if walk.sized:
@@ -353,7 +353,7 @@ class Run:
         return Apart(outputs=found, recorded=self.recorded)
 
 
-def _check_switches(runs: Mapping[Padded, Run], choices: Sequence[tuple[str, int]]) -> None:
+def _check_switches(runs: Mapping[Padded, SampleRun], choices: Sequence[tuple[str, int]]) -> None:
     """Refuse branches that were not seen, and those that give a row something else."""
     whole = runs[frozenset()]
     if not any(run.switches for run in runs.values()):
@@ -408,9 +408,9 @@ def _all_were_seen(
     return len(choices) == 1 and len(answers) == 2 and bool(pinned) and known
 
 
-def _truth(run: Run, tensor: int) -> bool:
+def _truth(run: SampleRun, tensor: int) -> bool:
     """What all elements of the tensor of a switch are if it is answered so."""
-    for reading in run.tape.readings:
+    for reading in run.call_log.readings:
         for value in read_values(reading):
             asked = asked_of_all(run.graph, value)
             if asked is not None and asked[0] == tensor:

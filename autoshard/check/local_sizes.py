@@ -20,8 +20,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
-from autoshard.axes.axis import Axis, Leaf, describe, leaves, local_size
-from autoshard.axes.walk import Walk
+from autoshard.axes.axis import Axis, Factor, describe, leaves, local_size
+from autoshard.axes.walk import AxisWalk
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec, fill_specs
@@ -83,7 +83,7 @@ def with_sizes(cut: Cut, sizes: Sizes) -> Cut:
     return replace(cut, actions=(*cut.actions, *lengths), scales=scales)
 
 
-def numbers_in(axis: Axis, leaf: Leaf) -> list[Number]:
+def numbers_in(axis: Axis, leaf: Factor) -> list[Number]:
     """Integers that code may hold for an axis: products of neighbouring factors with the leaf in one, and part sums.
 
     8x4x128 with the leaf 8   ->   8, 32, 4096          (16|8|8) with a leaf in all   ->   also 32
@@ -97,7 +97,7 @@ def numbers_in(axis: Axis, leaf: Leaf) -> list[Number]:
                 run = axis[begin:end]
                 whole, none = local_size(run, {}), local_size(run, {leaf: 0})
                 found.append(Number(whole=whole, fixed=none, each=(whole - none) // leaf.size))
-        if not isinstance(factor, Leaf):
+        if not isinstance(factor, Factor):
             for segment in factor.segments:
                 found += numbers_in(segment, leaf)
     return list(dict.fromkeys(found))
@@ -107,7 +107,7 @@ def numbers_in(axis: Axis, leaf: Leaf) -> list[Number]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class ExpectedResult:
     """One tensor that a function should give: where it is in what the function returns, its shape and its axes."""
 
     path: str
@@ -119,11 +119,11 @@ class Result:
 class Site:
     """The call of a function: its results, and the axes with the leaf in what it reads and makes."""
 
-    results: list[Result] = field(default_factory=list)
+    results: list[ExpectedResult] = field(default_factory=list)
     near: list[Axis] = field(default_factory=list)
 
 
-def sites_of(graph: ModelGraph, walk: Walk, block: Call, leaf: Leaf) -> dict[Key, Site]:
+def sites_of(graph: ModelGraph, walk: AxisWalk, block: Call, leaf: Factor) -> dict[Key, Site]:
     """The functions that one call of a block ran, those of other regions inside of it left out."""
     below: dict[int, tuple[str, int]] = {}
     times: dict[str, int] = {}
@@ -139,7 +139,7 @@ def sites_of(graph: ModelGraph, walk: Walk, block: Call, leaf: Leaf) -> dict[Key
         site = found.setdefault((*below[row.call], row.function, row.occurrence), Site())
         for path, value in row.outputs:
             if value in walk.axes:
-                site.results.append(Result(path=path, axes=walk.axes[value], shape=graph.values[value].shape))
+                site.results.append(ExpectedResult(path=path, axes=walk.axes[value], shape=graph.values[value].shape))
         axes = [axis for _, value in (*row.inputs, *row.outputs) for axis in walk.axes.get(value, ())]
         site.near = list(dict.fromkeys(axis for axis in axes if leaf in leaves(axis)))
     return found
@@ -170,7 +170,7 @@ class Outcome:
 class _Watch(TorchFunctionMode):
     """Compares the results of every torch function with what one rank should see, and stops at the first other one."""
 
-    def __init__(self, sites: Mapping[Key, Site], slices: Mapping[Leaf, int]) -> None:
+    def __init__(self, sites: Mapping[Key, Site], slices: Mapping[Factor, int]) -> None:
         super().__init__()
         self.reached = 0
         self.current: Key = ("", 0, "", 0)
@@ -229,11 +229,11 @@ class _Watch(TorchFunctionMode):
                 raise ValueError(f"{shape} where {wanted} is due")
 
 
-def _cut_dims(row: Result, slices: Mapping[Leaf, int]) -> list[int]:
+def _cut_dims(row: ExpectedResult, slices: Mapping[Factor, int]) -> list[int]:
     return [dim for dim, axis in enumerate(row.axes) if any(leaf in slices for leaf in leaves(axis))]
 
 
-def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Leaf) -> Outcome:
+def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor) -> Outcome:
     """Run the first rank of a cut on shapes; `block` is on meta, `given` has specs. What it raises is an outcome."""
     local = copy.deepcopy(block)
     apply_cuts(local, (cut,), LoneRank(rank=0, size=cut.degree), shapes_only=True)
@@ -272,7 +272,7 @@ def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site]
 
 
 def find_sizes(
-    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Leaf, known: Sizes
+    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor, known: Sizes
 ) -> Sizes:
     """Search the integers that the first rank of a cut needs, with some known already. Raises `NotFound`.
 
@@ -287,7 +287,7 @@ def find_sizes(
 class _Search:
     block: nn.Module
     sites: Mapping[Key, Site]
-    leaf: Leaf
+    leaf: Factor
     run: Callable[[Sizes], Outcome]
 
     def find(self, known: Sizes) -> Sizes:

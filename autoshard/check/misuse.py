@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 
 from autoshard.axes.walk import where
+from autoshard.capture.call_log import CallLog, Ref
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.tape import Ref, Tape
 from autoshard.check.follow import Differs, Due
 from autoshard.nested import leaves_in
 from autoshard.torch_private import backward_hooks
@@ -22,10 +22,14 @@ Local = Mapping[int, tuple[int, ...]]
 """Values that are cut, and their local shapes."""
 
 
-def find_misuse(model: nn.Module, graph: ModelGraph, tape: Tape | None, due: Mapping[int, Due]) -> None:
+def find_misuse(model: nn.Module, graph: ModelGraph, call_log: CallLog | None, due: Mapping[int, Due]) -> None:
     """Raise `Differs` if somebody is given a part who may take it for the whole; `due`: what is cut, op by op."""
     cut = {value: shape for row in due.values() for value, shape in row.shapes.items()}
-    for error in (*_hooked(model, graph, cut), *_kept(graph, cut), *(_on_tape(graph, tape, cut) if tape else ())):
+    for error in (
+        *_hooked(model, graph, cut),
+        *_kept(graph, cut),
+        *(_on_log(graph, call_log, cut) if call_log else ()),
+    ):
         raise error
 
 
@@ -51,8 +55,8 @@ def _kept(graph: ModelGraph, cut: Local) -> Iterator[Differs]:
             )
 
 
-def _on_tape(graph: ModelGraph, tape: Tape, cut: Local) -> Iterator[Differs]:
-    for called in tape.functions:
+def _on_log(graph: ModelGraph, call_log: CallLog, cut: Local) -> Iterator[Differs]:
+    for called in call_log.functions:
         inside = {value for op in graph.ops[called.begin : called.end] for value in (*op.inputs, *op.outputs)}
         if not cut.keys().isdisjoint(inside.union(_values(called.args, called.kwargs, called.output))):
             yield Differs(
@@ -60,13 +64,13 @@ def _on_tape(graph: ModelGraph, tape: Tape, cut: Local) -> Iterator[Differs]:
                 f"{called.function.__name__} in {_module(graph, called.row)} is an autograd function on a part of a "
                 "tensor, whose backward is not known",
             )
-    for value, line in tape.hooked.items():
+    for value, line in call_log.hooked.items():
         if value < 0 or value in cut:
             yield Differs(
                 graph.values[value].op if value >= 0 else -1,
                 f"{line} hangs a hook on a gradient, of which a rank may have a part",
             )
-    for reading in tape.readings:
+    for reading in call_log.readings:
         if not cut.keys().isdisjoint(_values(reading.args)):
             yield Differs(
                 reading.begin, f"code of {_module(graph, reading.row)} reads values of what a rank has a part of"
@@ -77,5 +81,5 @@ def _module(graph: ModelGraph, row: int) -> str:
     return graph.calls[row].path or "the model itself"
 
 
-def _values(*taped: Any) -> list[int]:
-    return [leaf.value for _, leaf in leaves_in(taped) if isinstance(leaf, Ref)]
+def _values(*logged: Any) -> list[int]:
+    return [leaf.value for _, leaf in leaves_in(logged) if isinstance(leaf, Ref)]

@@ -13,11 +13,11 @@ from torch import nn
 
 from autoshard import nested
 from autoshard.axes.sample_walk import is_same
+from autoshard.capture.call_log import CallLog, TooManyOps
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import Find
-from autoshard.capture.tape import Tape, TooManyOps
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
 from autoshard.errors import CaptureError
 from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
@@ -38,7 +38,7 @@ class Mixed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedSamples:
     """A forward with `ROWS` samples, what it leaves in the model, and the same with `rows` samples."""
 
     graph: ModelGraph
@@ -87,8 +87,8 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
 def record_samples(
     question: "Question", batch: BatchAxis, rows: int, *, padded: Padded = frozenset(),
     absent: Sequence[tuple[str, int]] = (), **options: Any,
-) -> tuple[ModelGraph, Tape, list[str]]:  # fmt: skip
-    """Record a forward with so many samples: (graph, tape, where each input is among the arguments).
+) -> tuple[ModelGraph, CallLog, list[str]]:  # fmt: skip
+    """Record a forward with so many samples: (graph, call_log, where each input is among the arguments).
 
     `options`: as of `record_forward`. Raises `NotRun` or `TooManyOps`.
     """
@@ -99,7 +99,7 @@ def record_samples(
     paths = [by_id[id(tensor)] for _, tensor in nested.tensors_in((args, kwargs))]
     training = question.workload.training
     try:
-        graph, tape = record_forward(
+        graph, call_log = record_forward(
             question.model, args, kwargs, grad=training, histories=training, real=True,
             small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many samples
             **options,
@@ -108,21 +108,21 @@ def record_samples(
         raise
     except CaptureError as error:
         raise NotRun(str(error)) from error
-    return graph, tape, paths
+    return graph, call_log, paths
 
 
-def record_twice(question: "Question", batch: BatchAxis) -> Recorded:
+def record_twice(question: "Question", batch: BatchAxis) -> RecordedSamples:
     """Record a forward with two numbers of samples. Raises `NotRun`."""
     left = Left(question.model)
     graph, _, _ = record_samples(question, batch, ROWS, at_end=left.note)
     other, _, _ = record_samples(question, batch, ROWS + 1)
-    return Recorded(graph=graph, left=left, other=other, rows=ROWS + 1)
+    return RecordedSamples(graph=graph, left=left, other=other, rows=ROWS + 1)
 
 
 # ---- what a forward leaves
 
 
-def check_left(question: "Question", batch: BatchAxis, recorded: Recorded) -> None:
+def check_left(question: "Question", batch: BatchAxis, recorded: RecordedSamples) -> None:
     """Refuse what a second call, or a part, would find other than the first one did. Raises `Mixed`."""
     model, training = question.model, question.workload.training
     graph, left = recorded.graph, recorded.left
@@ -141,7 +141,7 @@ def check_left(question: "Question", batch: BatchAxis, recorded: Recorded) -> No
         )
 
 
-def _is_settled(question: "Question", batch: BatchAxis, recorded: Recorded) -> bool:
+def _is_settled(question: "Question", batch: BatchAxis, recorded: RecordedSamples) -> bool:
     """Whether a forward that begins with the numbers which one has left does the same, and leaves them as they are."""
     model, left = question.model, recorded.left
     _set(model, left.counted)
@@ -184,7 +184,7 @@ def _ancestors(graph: ModelGraph, value: int) -> set[int]:
     return found
 
 
-def written_in(recorded: Recorded) -> tuple[str, ...]:
+def written_in(recorded: RecordedSamples) -> tuple[str, ...]:
     """The buffers that a forward writes or replaces."""
     graph, buffers = recorded.graph, recorded.left.buffers
     storages = {graph.values[value].storage for op in graph.ops for value in op.mutates}
@@ -200,7 +200,7 @@ def written_in(recorded: Recorded) -> tuple[str, ...]:
 # ---- outputs
 
 
-def merges_of(recorded: Recorded, batch: BatchAxis, apart: "Apart | None") -> tuple[BatchOutput, ...]:
+def merges_of(recorded: RecordedSamples, batch: BatchAxis, apart: "Apart | None") -> tuple[BatchOutput, ...]:
     """How each output is made of those of parts, as its ops and its shapes say.
 
     Without `apart`, which the user says samples to be, by its shapes alone. Raises `Mixed`.

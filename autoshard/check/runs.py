@@ -20,10 +20,10 @@ from torch import nn
 from autoshard import nested
 from autoshard.axes.axis import leaves
 from autoshard.axes.groups import AxisGroup, find_groups
+from autoshard.capture.call_log import CallLog
 from autoshard.capture.capture import capture, record_forward
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
-from autoshard.capture.tape import Tape
 from autoshard.check.local_sizes import numbers_in
 from autoshard.check.modes import in_mode
 from autoshard.check.rank import Arguments
@@ -38,21 +38,21 @@ Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Seen:
+class RankRuns:
     """One recorded run of the whole model, and how the same is recorded of a rank.
 
     Attributes:
         what: the run in words, "" for that of the plan.
         groups: what can be cut by it, by size and parameters.
         record: a model -> its graph in such a run.
-        tape: what the graph doesn't tell of the run, if it was noted.
+        call_log: what the graph doesn't tell of the run, if it was noted.
     """
 
     what: str
     graph: ModelGraph
     groups: Mapping[Key, Sequence[AxisGroup]]
     record: Callable[[nn.Module], ModelGraph]
-    tape: Tape | None = None
+    call_log: CallLog | None = None
 
     def of(self, group: AxisGroup) -> list[AxisGroup]:
         """The groups of this run that cut the same, [] if there are none.
@@ -78,7 +78,7 @@ def _by_key(groups: Sequence[AxisGroup]) -> dict[Key, list[AxisGroup]]:
     return found
 
 
-def other_runs(model: nn.Module, call: Arguments, workload: Workload, groups: Sequence[AxisGroup]) -> list[Seen]:
+def other_runs(model: nn.Module, call: Arguments, workload: Workload, groups: Sequence[AxisGroup]) -> list[RankRuns]:
     """Record the further runs. `call`: the arguments of the run of the plan; `groups`: what could be cut by it."""
     half, heads, most = _sizes(groups)
     runs = {
@@ -106,7 +106,7 @@ def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
     return max(2, sizes[0] // 2), sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0]
 
 
-def _recorded(model: nn.Module, calls: Sequence[Arguments], record: Callable[[Arguments], Seen]) -> Seen | None:
+def _recorded(model: nn.Module, calls: Sequence[Arguments], record: Callable[[Arguments], RankRuns]) -> RankRuns | None:
     """The first of several calls that the model takes; None if it takes none of them."""
     for call in calls:
         with suppress(AutoshardError), own_random_numbers():
@@ -114,25 +114,27 @@ def _recorded(model: nn.Module, calls: Sequence[Arguments], record: Callable[[Ar
     return None
 
 
-def _with_gradients(model: nn.Module, call: Arguments) -> Seen:
+def _with_gradients(model: nn.Module, call: Arguments) -> RankRuns:
     args, kwargs = call
 
     def record(local: nn.Module) -> ModelGraph:
         return record_forward(local, args, kwargs, grad=True, histories=True)[0]
 
-    graph, tape = record_forward(model, args, kwargs, grad=True, histories=True)
+    graph, call_log = record_forward(model, args, kwargs, grad=True, histories=True)
     groups = _by_key(find_groups(graph).groups)
-    return Seen(what=f"with gradients and inputs {_shapes(call)}", graph=graph, groups=groups, record=record, tape=tape)
+    return RankRuns(
+        what=f"with gradients and inputs {_shapes(call)}", graph=graph, groups=groups, record=record, call_log=call_log
+    )
 
 
-def _with_cache(model: nn.Module, workload: Workload, call: Arguments) -> Seen:
+def _with_cache(model: nn.Module, workload: Workload, call: Arguments) -> RankRuns:
     """A forward and, where the model keeps a cache, one more token."""
     run = _plain(model, replace(workload, new_tokens=1), call)
     decoded = any(name == "decode" for name, _, _ in run.graph.phases)
     return replace(run, what=f"{run.what} and one more token") if decoded else run
 
 
-def _plain(model: nn.Module, workload: Workload, call: Arguments) -> Seen:
+def _plain(model: nn.Module, workload: Workload, call: Arguments) -> RankRuns:
     """A forward without gradients; a model that is trained is evaluated, too."""
     args, kwargs = call
     asked = replace(workload, mode="inference")
@@ -144,7 +146,7 @@ def _plain(model: nn.Module, workload: Workload, call: Arguments) -> Seen:
     graph = record(model)
     groups = _by_key(find_groups(graph).groups)
     same = partial(record, level=graph.level)
-    return Seen(what=f"with inputs {_shapes(call)}", graph=graph, groups=groups, record=same)
+    return RankRuns(what=f"with inputs {_shapes(call)}", graph=graph, groups=groups, record=same)
 
 
 def _calls(call: Arguments, length: int, rows: int, masked: bool = False) -> list[Arguments]:

@@ -4,7 +4,7 @@ model.safetensors.index.json ┐
 model-00001-of-00003…        ├─ headers ──▶ Checkpoint: name -> Entry (file, offset, bytes, dtype, shape)
 model-00002-of-00003…        ┘
 
-Entry ──expression──▶ one tensor of the model (Source) ──boxes──▶ what one device has of it (Target)
+Entry ──expression──▶ one tensor of the model (Source) ──boxes──▶ what one device has of it (ReadTarget)
 """
 
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def whole_entry(entry: Entry, dtype: torch.dtype | None = None) -> Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class ReadTarget:
     """Memory to be filled, on any device: with all of a source, or with a box of it.
 
     Attributes:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.boxes import boxes_of
-from autoshard.checkpoint.data import Checkpoint, Source, Target
+from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source
 from autoshard.checkpoint.mapped import mapped_tensors
 from autoshard.checkpoint.reading import Progress, ReadReport, read_into
 from autoshard.common.packed import repacked
@@ -24,7 +24,7 @@ from autoshard.common.sizes import format_bytes
 from autoshard.errors import ApplyError, CheckpointError, first_line
 from autoshard.plan import Plan
 from autoshard.plan.placement import resolve_homes
-from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.apply import check_belongs
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cut_state import CutRecord
@@ -62,7 +62,7 @@ def load_applied(
             _check_divisible(model, sources)
         except CheckpointError as found:
             error = found
-        agree(ProcessRanks.of(), Mark(), error)
+        agree(ProcessRanks.of(), RankState(), error)
     elif plan is not None and plan.cuts and (mesh is None or mesh.pipeline * mesh.data == 1):
         loader = FileLoader(checkpoint, sources, progress)
     else:
@@ -98,12 +98,12 @@ def _load_whole(
 
             replace_all(tensors, memory, log)
             read = [name for name in sources if name not in in_file and not tensors[name].is_meta]
-            targets = [Target(source=name, tensor=tensors[name]) for name in read]
+            targets = [ReadTarget(source=name, tensor=tensors[name]) for name in read]
             report = read_into(checkpoint, sources, targets, progress=progress)
         except Exception as found:
             error = found
         if ranks is not None:
-            agree(ranks, Mark(), error)
+            agree(ranks, RankState(), error)
         elif error is not None:
             raise error
         if plan is not None:
@@ -208,7 +208,7 @@ class FileLoader:
 
     def _read(self, tensors: Mapping[str, torch.Tensor], record: CutRecord | None) -> None:
         targets = [
-            Target(source=name, tensor=box.value, begin=box.offset)
+            ReadTarget(source=name, tensor=box.value, begin=box.offset)
             for name in self.sources
             if name in tensors
             for box in boxes_of(name, tensors[name], record)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Entry, Source
-from autoshard.checkpoint.traced import Leaf, bare, leaves
+from autoshard.checkpoint.traced import TracedSource, bare, leaves
 from autoshard.common.packed import is_packed
 from autoshard.errors import CheckpointError
 from autoshard.runtime.mapped import map_file, map_tensor
@@ -82,7 +82,7 @@ def not_in_files(model: nn.Module, checkpoint: Checkpoint, sources: Mapping[str,
 def _in_file(tensor: torch.Tensor, checkpoint: Checkpoint, source: Source) -> tuple[Entry | None, str]:
     """Return the entry that is a parameter, byte for byte, or None and why there is none."""
     made = bare(source.made)
-    if not isinstance(made, Leaf):
+    if not isinstance(made, TracedSource):
         return None, "the model makes it of several tensors of the checkpoint, of parts of one, or in another dtype"
     if is_packed(tensor) or source.pack is not None:
         return None, "the model packs it"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Entry, Source, Target
+from autoshard.checkpoint.data import Checkpoint, Entry, ReadTarget, Source
 from autoshard.checkpoint.traced import fill, leaves
 from autoshard.common.packed import is_packed, stored_tensors
 from autoshard.errors import CheckpointError
@@ -43,7 +43,7 @@ class ReadReport:
 def read_into(
     checkpoint: Checkpoint,
     sources: Mapping[str, Source],
-    targets: Sequence[Target],
+    targets: Sequence[ReadTarget],
     *,
     progress: Progress | None = None,
 ) -> ReadReport:
@@ -54,7 +54,7 @@ def read_into(
     targets may then hold anything.
     """
     started = time.perf_counter()
-    by_source: dict[str, list[Target]] = {}
+    by_source: dict[str, list[ReadTarget]] = {}
     for target in targets:
         _check_fits(checkpoint, sources[target.source], target)
         by_source.setdefault(target.source, []).append(target)
@@ -87,7 +87,7 @@ def read_into(
     return ReadReport(bytes_read=done, seconds=time.perf_counter() - started)
 
 
-def _check_fits(checkpoint: Checkpoint, source: Source, target: Target) -> None:
+def _check_fits(checkpoint: Checkpoint, source: Source, target: ReadTarget) -> None:
     """Raise `CheckpointError` unless a source is made of what is there, and a target has the shape of a box of it."""
     name, shape = target.source, tuple(target.tensor.shape)
     missing = [entry for entry in leaves(source.made) if entry not in checkpoint.entries]
@@ -108,7 +108,7 @@ def _place(checkpoint: Checkpoint, source: Source) -> tuple[str, int]:
     return str(entry.file), entry.offset
 
 
-def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[Target]) -> int:
+def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[ReadTarget]) -> int:
     """Bytes of the files that are copied or computed with; what several targets have alike is counted once."""
     entries = [checkpoint.entries[name] for name in leaves(source.made)]
     boxes = {(target.begin, target.tensor.shape): target.tensor.numel() for target in targets}
@@ -148,7 +148,7 @@ def read_entry(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     return _in_file(checkpoint.entries[name]).clone()
 
 
-def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[Target], uploads: Uploads) -> None:
+def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[ReadTarget], uploads: Uploads) -> None:
     """Fill the targets of one source."""
 
     def copy(into: torch.Tensor, value: torch.Tensor) -> None:

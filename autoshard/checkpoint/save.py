@@ -27,7 +27,7 @@ from autoshard.common.packed import is_packed
 from autoshard.common.progress import tell
 from autoshard.common.sizes import format_bytes
 from autoshard.errors import CheckpointError
-from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, whole_shape, whole_tensor
 from autoshard.runtime.cuts import cut_record
@@ -55,7 +55,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class FileShard:
     """One file and its tensors."""
 
     file: str
@@ -69,7 +69,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class SavedState:
     """The state dict of a model and how its tensors become whole ones; `num_parameters`: elements, ties once.
 
     `record`: how it is cut; `stages`: how it is divided over a pipeline of processes.
@@ -104,7 +104,7 @@ class State:
         return [sorted(names) for names in groups.values()]
 
 
-def state_of(model: nn.Module) -> State:
+def state_of(model: nn.Module) -> SavedState:
     """Read the state dict of a model. Raises `CheckpointError` for what safetensors can't hold."""
     values: dict[str, torch.Tensor] = {}
     stages = pipeline_record(model)
@@ -130,10 +130,10 @@ def state_of(model: nn.Module) -> State:
         values[name] = value.detach()
     record = cut_record(model)
     parameters = [torch.Size(whole_shape(one, name, record)).numel() for name, one in model.named_parameters()]
-    return State(values=values, record=record, stages=stages, num_parameters=sum(parameters))
+    return SavedState(values=values, record=record, stages=stages, num_parameters=sum(parameters))
 
 
-def without_ties(state: State) -> tuple[list[Stored], dict[str, str]]:
+def without_ties(state: SavedState) -> tuple[list[Stored], dict[str, str]]:
     """Every tensor of a state dict under one of its names, and the names left out -> the name that stands for them.
 
     Of tied names the first in alphabetical order is kept, as `safetensors.torch.save_model` does. A view of a part of
@@ -145,7 +145,7 @@ def without_ties(state: State) -> tuple[list[Stored], dict[str, str]]:
     return [state.described(name) for name in state.values if name not in left_out], left_out
 
 
-def split(tensors: Iterable[Stored], left_out: Mapping[str, str], max_shard_bytes: int) -> list[Shard]:
+def split(tensors: Iterable[Stored], left_out: Mapping[str, str], max_shard_bytes: int) -> list[FileShard]:
     """Divide tensors over files in the order given, as Transformers does; `left_out` goes to the files' metadata.
 
     A tensor larger than a file may be has one of its own.
@@ -166,14 +166,14 @@ def split(tensors: Iterable[Stored], left_out: Mapping[str, str], max_shard_byte
     for file, names in found.filename_to_tensors.items():
         tied = {name: kept for name, kept in sorted(left_out.items()) if kept in names}
         tensors_of_file = tuple(by_name[name] for name in names)
-        shards.append(Shard(file=file, tensors=tensors_of_file, metadata={"format": "pt", **tied}))
+        shards.append(FileShard(file=file, tensors=tensors_of_file, metadata={"format": "pt", **tied}))
     return shards
 
 
 def save_state(
     model: nn.Module,
     path: Path,
-    prepare: Callable[[State], Sequence[Shard]],
+    prepare: Callable[[SavedState], Sequence[FileShard]],
     write_more: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a model's tensors, divided by `prepare`, to a directory that replaces `path`; `write_more` comes first.
@@ -183,7 +183,7 @@ def save_state(
     """
     ranks = _ranks_of(model)
     writes = not isinstance(ranks, ProcessRanks) or ranks.rank == 0
-    shards: Sequence[Shard] = ()
+    shards: Sequence[FileShard] = ()
     with contextlib.ExitStack() as stack, torch.no_grad():
         folder: Path | None = None
         error: Exception | None = None
@@ -197,7 +197,7 @@ def save_state(
                     write_more(folder)
         except Exception as found:
             error = found
-        _settle(ranks, path, error, Mark(model=_digest(shards)))
+        _settle(ranks, path, error, RankState(model=_digest(shards)))
         done_bytes, total_bytes = 0, sum(shard.nbytes for shard in shards)
         for shard in shards:
             tell("bytes", done_bytes, total_bytes)
@@ -223,7 +223,7 @@ def _ranks_of(model: nn.Module) -> Ranks | None:
     return None if cuts is None else cuts.ranks
 
 
-def _write_shard(state: State, shard: Shard, folder: Path | None) -> Exception | None:
+def _write_shard(state: SavedState, shard: FileShard, folder: Path | None) -> Exception | None:
     """Gather every tensor of a file and write it; after an error go on gathering, for the other ranks wait for it."""
     error: Exception | None = None
     values: dict[str, torch.Tensor] = {}  # of the model, on the CPU
@@ -267,7 +267,7 @@ def _made(one: Stored, values: Mapping[str, torch.Tensor], seen: set[int]) -> to
     return made
 
 
-def _index_of(shards: Sequence[Shard], num_parameters: int) -> str:
+def _index_of(shards: Sequence[FileShard], num_parameters: int) -> str:
     """The index of several files, as Transformers writes it."""
     where = {one.name: shard.file for shard in shards for one in shard.tensors}
     about = {"total_parameters": num_parameters, "total_size": sum(shard.nbytes for shard in shards)}
@@ -290,19 +290,19 @@ def _check_path(path: Path, needed_bytes: int) -> None:
 _KEPT = "What was there is as it was. Free space on that disk, or save to another directory."
 
 
-def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: Mark | None = None) -> None:
+def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: RankState | None = None) -> None:
     """Raise on all ranks if one has an error, or another mark than rank 0."""
     if isinstance(error, OSError):
         made = CheckpointError(f"could not write {error.filename or path}: {error.strerror or error}. {_KEPT}")
         made.__cause__ = error
         error = made
     if ranks is not None:
-        agree(ranks, mark or Mark(), error)
+        agree(ranks, mark or RankState(), error)
     elif error is not None:
         raise error
 
 
-def _digest(shards: Sequence[Shard]) -> str:
+def _digest(shards: Sequence[FileShard]) -> str:
     """What all ranks must be about to write alike."""
     listed = [(shard.file, [(one.name, one.dtype, one.shape) for one in shard.tensors]) for shard in shards]
     return hashlib.sha256(repr(listed).encode()).hexdigest()

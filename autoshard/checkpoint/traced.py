@@ -1,6 +1,6 @@
 """Tensors without values that note what is done to them, so that it can be done to others later, one at a time.
 
-    traced("experts.weight")[3].T  ──▶  Call(transpose, (Call(select, (Leaf("experts.weight"), 0, 3)), 0, 1))
+    traced("up.weight")[3].T  ──▶  TracedOp(transpose, (TracedOp(select, (TracedSource("up.weight"), 0, 3)), 0, 1))
 
 A library's own conversion of a whole state dict is run on these; then each result says what it is made of and how.
 `fill` writes such a result into memory, or a stretch of it, and needs nothing beyond what it writes where tensors are
@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Leaf:
+class TracedSource:
     """A tensor that a name stands for.
 
     Attributes:
@@ -38,7 +38,7 @@ class Leaf:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Call:
+class TracedOp:
     """The result of an ATen op; `item`: which one, of an op with several. Leaves and calls stand for tensors.
 
     Attributes:
@@ -54,12 +54,12 @@ class Call:
     written: bool = False
 
 
-Expression = Leaf | Call
+Expression = TracedSource | TracedOp
 Read = Callable[[str], torch.Tensor]
 """Name of a leaf -> its values, which are only read."""
 
 
-class Traced(torch.Tensor):
+class TracedTensor(torch.Tensor):
     """Has shape, strides and dtype, says it is on the CPU, and knows its expression. Leaves can't be written to."""
 
     expression: Expression
@@ -68,7 +68,7 @@ class Traced(torch.Tensor):
     __torch_function__ = not_overridden  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, plain: torch.Tensor, expression: Expression) -> "Traced":
+    def __new__(cls, plain: torch.Tensor, expression: Expression) -> "TracedTensor":
         self = torch.Tensor._make_wrapper_subclass(
             cls, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype, device=torch.device("cpu")
         )
@@ -76,7 +76,7 @@ class Traced(torch.Tensor):
         return self
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Traced({list(self.shape)}, {self.dtype}, {self.expression})"
+        return f"TracedTensor({list(self.shape)}, {self.dtype}, {self.expression})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -88,59 +88,59 @@ class Traced(torch.Tensor):
         known = _mapped(args, _expression)
         settings = {name: _mapped(value, _expression) for name, value in kwargs.items() if name != "device"}
 
-        def call(like: torch.Tensor | None, item: int | None = None) -> Call:
-            return Call(func=func, args=known, kwargs=settings, like=like, item=item)
+        def call(like: torch.Tensor | None, item: int | None = None) -> TracedOp:
+            return TracedOp(func=func, args=known, kwargs=settings, like=like, item=item)
 
         if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
             return evaluate(call(None), None)
         shapes = {name: META if name == "device" else _mapped(value, _plain) for name, value in kwargs.items()}
         result = func(*_mapped(args, _plain), **shapes)
         if isinstance(result, torch.Tensor):
-            return Traced(result, call(result))
+            return TracedTensor(result, call(result))
         if isinstance(result, (list, tuple)):
-            return [Traced(one, call(one, item)) for item, one in enumerate(result)]
+            return [TracedTensor(one, call(one, item)) for item, one in enumerate(result)]
         raise NotImplementedError(f"{func} returns {type(result).__name__}")
 
 
 def leaf(
     name: str, shape: tuple[int, ...], dtype: torch.dtype, read: "Callable[[], torch.Tensor] | None" = None
-) -> Leaf:
+) -> TracedSource:
     """What stands for a contiguous tensor."""
-    return Leaf(name, torch.empty(shape, dtype=dtype, device=META), read)
+    return TracedSource(name, torch.empty(shape, dtype=dtype, device=META), read)
 
 
-def traced(one: Leaf) -> Traced:
+def traced(one: TracedSource) -> TracedTensor:
     """A tensor to be."""
-    return Traced(one.like, one)
+    return TracedTensor(one.like, one)
 
 
-def missing(like: torch.Tensor) -> Traced:
+def missing(like: torch.Tensor) -> TracedTensor:
     """A tensor that stands for nothing: libraries may initialise it, to no effect."""
-    return traced(Leaf("", torch.empty_like(like, device=META), missing=True))
+    return traced(TracedSource("", torch.empty_like(like, device=META), missing=True))
 
 
 def leaves(expression: Expression) -> tuple[str, ...]:
     """Names that an expression needs values of, each once, in the order in which they come up."""
-    return tuple(dict.fromkeys(one.name for one in _walk(expression) if isinstance(one, Leaf)))
+    return tuple(dict.fromkeys(one.name for one in _walk(expression) if isinstance(one, TracedSource)))
 
 
 def bare(expression: Expression) -> Expression:
     """The same without what only copies, or takes all of a tensor."""
-    while isinstance(expression, Call) and _is_same(expression):
+    while isinstance(expression, TracedOp) and _is_same(expression):
         expression = expression.args[0]
     return expression
 
 
 def evaluate(expression: Expression, read: Read | None) -> torch.Tensor:
     """Do to the values that `read` gives what was done to the traced ones; the result may share their memory."""
-    exact = any(isinstance(one, Call) and one.func in _STRIDED for one in _walk(expression))
+    exact = any(isinstance(one, TracedOp) and one.func in _STRIDED for one in _walk(expression))
 
     def value(part: Any) -> Any:
-        if isinstance(part, Leaf):
+        if isinstance(part, TracedSource):
             if read is None and part.read is None:
                 raise NotImplementedError(f"the values of {part.name} are not known")
             return read(part.name) if read is not None else part.read()  # type: ignore[misc]
-        if not isinstance(part, Call):
+        if not isinstance(part, TracedOp):
             return part
         if part.written:
             raise NotImplementedError(f"what {part.func} returned was written to")
@@ -163,7 +163,7 @@ def fill(
     `copy(memory, values)` does the writing; values are cast to the dtype of the memory.
     """
     begin = begin or (0,) * into.dim()
-    if isinstance(expression, Call) and not expression.written:
+    if isinstance(expression, TracedOp) and not expression.written:
         func, args = expression.func, expression.args
         if _is_same(expression) or (func is aten._to_copy.default and _dtype(expression) == into.dtype):
             return fill(into, args[0], read, copy, begin)
@@ -183,7 +183,7 @@ def fill(
 
 
 def _joined(
-    into: torch.Tensor, call: Call, begin: tuple[int, ...]
+    into: torch.Tensor, call: TracedOp, begin: tuple[int, ...]
 ) -> Iterator[tuple[torch.Tensor, Expression, tuple[int, ...]]]:
     """Yield (memory, what comes there, begin of the box of it) for `cat` and `stack`."""
     dim = (call.args[1] if len(call.args) > 1 else call.kwargs.get("dim", 0)) % into.dim()
@@ -206,11 +206,11 @@ def _dtype(expression: Expression) -> torch.dtype:
 
 def _are_alike(items: Any) -> bool:
     """Whether what is put side by side has one dtype, and as many dimensions: torch leaves out what is empty."""
-    known = all(isinstance(item, Leaf | Call) for item in items)
+    known = all(isinstance(item, TracedSource | TracedOp) for item in items)
     return known and len({(_dtype(item), item.like.dim()) for item in items}) == 1
 
 
-def _is_same(call: Call) -> bool:
+def _is_same(call: TracedOp) -> bool:
     """Whether a call gives the values of its first argument, all of them, in their dtype and shape."""
     if call.written or call.func in _COPIES:
         return not call.written
@@ -251,12 +251,12 @@ _TURNS: dict[Any, Callable[..., list[int]]] = {
 def _written(func: Any, args: tuple) -> Any:
     """Note a write into the first argument, unless it stands for nothing. Raises `NotImplementedError` for a leaf."""
     expression = _expression(args[0])
-    while isinstance(expression, Call):
+    while isinstance(expression, TracedOp):
         expression.written = True
         if not any(returned.alias_info is not None for returned in expression.func._schema.returns):
             return args[0]
         expression = expression.args[0]
-    if isinstance(expression, Leaf) and expression.missing:
+    if isinstance(expression, TracedSource) and expression.missing:
         return args[0]
     raise NotImplementedError(f"{func} writes into a tensor whose values come from elsewhere")
 
@@ -265,9 +265,9 @@ def _walk(value: Any) -> Iterator[Expression]:
     if isinstance(value, (list, tuple)):
         for part in value:
             yield from _walk(part)
-    elif isinstance(value, Leaf | Call):
+    elif isinstance(value, TracedSource | TracedOp):
         yield value
-        if isinstance(value, Call):
+        if isinstance(value, TracedOp):
             yield from _walk(value.args)
             yield from _walk(tuple(value.kwargs.values()))
 
@@ -281,10 +281,10 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Traced):
+    if isinstance(value, TracedTensor):
         return value.plain
     return value.to(META) if isinstance(value, torch.Tensor) else value
 
 
 def _expression(value: Any) -> Any:
-    return value.expression if isinstance(value, Traced) else value
+    return value.expression if isinstance(value, TracedTensor) else value

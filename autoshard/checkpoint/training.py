@@ -30,7 +30,7 @@ from autoshard.checkpoint.boxes import Box
 from autoshard.checkpoint.parts import Held, Layout, layout_of, tensors_of
 from autoshard.checkpoint.write import replacing, standing
 from autoshard.errors import CheckpointError, first_line
-from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes, lost
 
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra", "random."
@@ -131,7 +131,7 @@ def _agreed(ranks: ProcessRanks | None) -> Iterator[None]:
     except Exception as error:
         problem = error
     if ranks is not None:
-        agree(ranks, Mark(), problem)
+        agree(ranks, RankState(), problem)
     if problem is not None:
         raise problem
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 from autoshard.axes.batch import follow
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.regions import OUTSIDE
-from autoshard.axes.walk import Walk
+from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import PlanError
 from autoshard.profile.experts import dispatched_weights, expert_weights
@@ -142,7 +142,7 @@ class ModelWork:
         return sum(block.count * block.trainable - block.shared for block in self.blocks)
 
 
-def model_work(walk: Walk, samples: int, tokens: int, *, causal: bool = True) -> ModelWork:
+def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True) -> ModelWork:
     """Fold a run that was captured with `composite=True` and at least two samples into blocks.
 
     Raises `PlanError` where no input has a dimension for the batch.

@@ -1,7 +1,7 @@
 """Seconds of collectives over a group of ranks: latency once per step, and bytes over the bandwidth of each level.
 
 For p ranks of which q are on each of h hosts, n bytes of the whole tensor. Rings go through every rank and cross each
-host's border with q network cards in parallel (one per device):
+host's boundary with q network cards in parallel (one per device):
 
     all-gather, reduce-scatter    n (p - 1) / p    over local_bandwidth, and over q x network_bandwidth
     all-reduce                    both of them one after the other
@@ -74,7 +74,7 @@ class Network:
         return topology.local_latency_seconds + nbytes / self.local
 
     def _latency(self, group: Group) -> float:
-        """Of the steps of a ring: neighbours on a host, and one border for each host."""
+        """Of the steps of a ring: neighbours on a host, and one boundary for each host."""
         topology = self.topology
         local = (group.size - group.hosts) * topology.local_latency_seconds
         return local + (group.hosts * topology.network_latency_seconds if group.hosts > 1 else 0.0)

@@ -13,11 +13,11 @@ from math import ceil, prod
 import numpy as np
 from torch.fx import Node
 
-from autoshard.axes.axis import Leaf, describe, leaves, local_size
+from autoshard.axes.axis import Factor, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
-from autoshard.axes.walk import MOST_NUMBERS, Walk
+from autoshard.axes.walk import MOST_NUMBERS, AxisWalk
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.capture.replaced import changed
@@ -40,7 +40,7 @@ Parts = tuple[float, ...]
 
 
 @dataclass(slots=True, kw_only=True)
-class Traced:
+class CutTrace:
     """What cuts do to one recorded run.
 
     Attributes:
@@ -94,7 +94,7 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tr
     )
 
 
-def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> dict[str, DeviceEstimate]:
+def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: CutTrace) -> dict[str, DeviceEstimate]:
     """Every rank's bytes and seconds; ranks with equal shares on equal devices are computed once."""
     known: dict[object, DeviceEstimate] = {}
     found: dict[str, DeviceEstimate] = {}
@@ -111,13 +111,13 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: Traced) -> di
     return found
 
 
-def local_profile(profile: Profile, traced: Traced, rank: int) -> Profile:
+def local_profile(profile: Profile, traced: CutTrace, rank: int) -> Profile:
     """The recorded run as one rank sees it: the same ops, with the sizes, FLOPs and bytes of its tensors."""
     sizes, tensors = local_sizes(profile, traced, rank)
     return with_sizes(profile, sizes, tensors=tensors)
 
 
-def local_sizes(profile: Profile, traced: Traced, rank: int) -> tuple[Sizes, tuple[TensorInfo, ...]]:
+def local_sizes(profile: Profile, traced: CutTrace, rank: int) -> tuple[Sizes, tuple[TensorInfo, ...]]:
     """The sizes of the recorded run as one rank sees it, and its parameters and buffers."""
     parts = np.ones(len(profile.graph.values))
     parts[list(traced.parts)] = [part[rank] for part in traced.parts.values()]
@@ -126,7 +126,7 @@ def local_sizes(profile: Profile, traced: Traced, rank: int) -> tuple[Sizes, tup
     return smaller_sizes(profile, parts), smaller
 
 
-def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> Traced:
+def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> CutTrace:
     """Follow the axes of cut parameters through a recorded run, block by block. Raises `PlanError` for other models."""
     return Tracer(graph).trace(cuts)
 
@@ -140,11 +140,11 @@ class Tracer:
         returned = (value for call in graph.calls if call.path == OUTSIDE for value in call.outputs)
         self._ends_once = set(graph.outputs).issuperset(returned)
         self._blocks: dict[frozenset[str], _Blocks] = {}
-        self._walks: dict[tuple[frozenset[str], str], Walk] = {}
+        self._walks: dict[tuple[frozenset[str], str], AxisWalk] = {}
 
-    def trace(self, cuts: Sequence[Cut]) -> Traced:
+    def trace(self, cuts: Sequence[Cut]) -> CutTrace:
         """Follow these cuts. Raises `PlanError` if they are of another model."""
-        traced = Traced()
+        traced = CutTrace()
         together: dict[str, list[Cut]] = {}
         for cut in cuts:
             for block in cut.blocks:
@@ -162,7 +162,7 @@ class Tracer:
             done[key].add_to(traced, block)
         return traced
 
-    def trace_first(self, cut: Cut, among: Iterable[str]) -> Traced:
+    def trace_first(self, cut: Cut, among: Iterable[str]) -> CutTrace:
         """Follow one cut through the first of its blocks alone; `among`: the blocks of all cuts that are looked at."""
         block = cut.blocks[0]
         traced = self._trace_block(self._known(frozenset(among) | {block}), block, [cut])
@@ -186,10 +186,10 @@ class Tracer:
             self._blocks[names] = _Blocks(self.graph, names)
         return names
 
-    def _trace_block(self, names: frozenset[str], block: str, here: Sequence[Cut]) -> Traced:
-        blocks, traced = self._blocks[names], Traced()
+    def _trace_block(self, names: frozenset[str], block: str, here: Sequence[Cut]) -> CutTrace:
+        blocks, traced = self._blocks[names], CutTrace()
         if (names, block) not in self._walks:
-            walk = Walk(self.graph, table=RULES | DECOMPOSED)
+            walk = AxisWalk(self.graph, table=RULES | DECOMPOSED)
             for index in blocks.ops[block]:
                 walk.run(self.graph.ops[index])
             walk.resolve_all()
@@ -289,13 +289,13 @@ class _Blocks:
 class _Pattern:
     """What was found in one block, for all that look the same: values and ops by their place in it."""
 
-    def __init__(self, blocks: _Blocks, block: str, found: Traced) -> None:
+    def __init__(self, blocks: _Blocks, block: str, found: CutTrace) -> None:
         self.blocks, self.found = blocks, found
         place = {op: at for at, op in enumerate(blocks.ops[block])}
         self.values = [blocks.numbers[block][value] for value in found.parts]
         self.ops = [place[one.op] for one in found.collectives]
 
-    def add_to(self, traced: Traced, block: str) -> None:
+    def add_to(self, traced: CutTrace, block: str) -> None:
         """Note the same of a block."""
         values, ops = list(self.blocks.numbers[block]), self.blocks.ops[block]
         traced.parts.update(zip(map(values.__getitem__, self.values), self.found.parts.values(), strict=True))
@@ -324,7 +324,7 @@ def _plain(item: object) -> object:
     return tuple(map(_plain, item)) if isinstance(item, (list, tuple)) else str(item)
 
 
-def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:
+def _leaf(walk: AxisWalk, cut: Cut, values: list[int]) -> Factor | None:
     """The leaf that the shards of a cut describe, if all of them have it in this run."""
     shard = cut.shards[0]
     for leaf in leaves(walk.of(values[0])[shard.dim]):
@@ -337,7 +337,9 @@ def _leaf(walk: Walk, cut: Cut, values: list[int]) -> Leaf | None:
     return None
 
 
-def _trace(graph: ModelGraph, blocks: _Blocks, block: str, walk: Walk, leaf: Leaf, cut: Cut, traced: Traced) -> None:
+def _trace(
+    graph: ModelGraph, blocks: _Blocks, block: str, walk: AxisWalk, leaf: Factor, cut: Cut, traced: CutTrace
+) -> None:
     """Note what one cut makes smaller in one block, what is summed and what is put together."""
     uncounted, begin = graph.uncounted, graph.backward_begin
     for value, axes in walk.axes.items():

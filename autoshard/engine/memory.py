@@ -37,7 +37,7 @@ Stage = Sequence[tuple[Block, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class MemoryMoment:
     """Bytes by kind at one moment of a step."""
 
     name: str
@@ -71,11 +71,11 @@ class Memory:
     `outside`: context and buffers of collectives, which torch's allocator does not see.
     """
 
-    curve: tuple[Moment, ...]
+    curve: tuple[MemoryMoment, ...]
     outside: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemoryMoment:
         """The fullest moment."""
         return max(self.curve, key=lambda moment: moment.allocated)
 
@@ -184,17 +184,17 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, in_flight: float) ->
     copied = precision.gradients + 4 if precision.master and precision.gradients < 4 else 0
     optimizer_copies = copied * (dense / recipe.shards + experts / recipe.expert_shards) / replicas
     curve = (
-        Moment(name="before", **fixed, gradients=earlier),
-        Moment(name="loss", **fixed, gradients=earlier, activations=kept, unsharded=at_loss, transient=loss),
-        Moment(
+        MemoryMoment(name="before", **fixed, gradients=earlier),
+        MemoryMoment(name="loss", **fixed, gradients=earlier, activations=kept, unsharded=at_loss, transient=loss),
+        MemoryMoment(
             name="backward of a layer", **fixed, gradients=earlier, activations=kept, unsharded=at_loss,
             transient=backward + reducing,
         ),
-        Moment(
+        MemoryMoment(
             name="end of backward", **fixed, gradients=max(sharded, earlier),
             unsharded=outer * precision.compute if recipe.shards > 1 else 0.0, transient=first_reducing,
         ),
-        Moment(name="optimizer", **fixed, gradients=sharded, transient=optimizer_copies),
+        MemoryMoment(name="optimizer", **fixed, gradients=sharded, transient=optimizer_copies),
     )  # fmt: skip
     return Memory(curve=curve, outside=outside_bytes(recipe))
 

@@ -14,7 +14,7 @@ from autoshard.cluster.cluster import Cluster, Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.placed import check_devices, lower_bound, of_every_device
-from autoshard.engine.stages import Border, Figures, stage_figures
+from autoshard.engine.stages import StageBoundary, StagesCost, stage_figures
 from autoshard.engine.timing import optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
@@ -22,14 +22,14 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.schedules.orders import Action, Order, in_flight, make_order
+from autoshard.schedules.orders import Order, PipeAction, in_flight, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
 
 KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class PipelinePass:
     """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
 
     Attributes:
@@ -40,7 +40,7 @@ class Run:
             after the last of them.
     """
 
-    figures: Figures
+    figures: StagesCost
     names: tuple[str, ...]
     order: Order
     simulated: Simulated
@@ -58,7 +58,7 @@ def needs_processes(plan: Plan, cluster: Cluster) -> bool:
     return len(hosts) > 1 or plan.schedule in ("interleaved", "zero-bubble")
 
 
-def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Run:
+def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> PipelinePass:
     """Work out the stages of a pipeline and run them by the clock; as `estimate_stages`, which also prices them."""
     mesh, batch, count = plan.mesh, plan.batch, plan.num_microbatches
     check_devices((device.name for device in plan.devices), cluster, "has stages on")
@@ -126,9 +126,9 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster, *, processes
 
 
 def _run_schedule(
-    figures: Figures, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload,
+    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload,
     *, one_process: bool = False,
-) -> Run:  # fmt: skip
+) -> PipelinePass:  # fmt: skip
     """Put stages in the order of a schedule and run it by the clock. "none" is one forward after the other."""
     order = make_order(
         "gpipe" if schedule == "none" else schedule, len(names), microbatches,
@@ -138,15 +138,15 @@ def _run_schedule(
         forward=[stage.forward_seconds for stage in figures.stages],
         backward=[stage.backward_seconds for stage in figures.stages],
         weight=[stage.weight_seconds for stage in figures.stages],
-        sends=[_over(border.tensors, cluster, names, i, 1) for i, border in enumerate(figures.borders)],
-        returns=[_over(border.returned, cluster, names, i, -1) for i, border in enumerate(figures.borders)],
+        sends=[_over(boundary.tensors, cluster, names, i, 1) for i, boundary in enumerate(figures.boundaries)],
+        returns=[_over(boundary.returned, cluster, names, i, -1) for i, boundary in enumerate(figures.boundaries)],
     )
     simulated = simulate(order, times)
     done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(len(names))]
     events = _events(figures, names, simulated)
     reduced = _sum_shared(figures, names, cluster, done, events)
     joined = one_process and workload.training
-    return Run(
+    return PipelinePass(
         figures=figures, names=names, order=order, simulated=simulated, done=tuple(done), events=tuple(events),
         reduce_seconds=reduced, joined=joined, apart=workload.training and not joined,
         one_process=one_process,
@@ -154,7 +154,7 @@ def _run_schedule(
 
 
 def _device_estimate(
-    run: Run, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
+    run: PipelinePass, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
 ) -> DeviceEstimate:
     """Bytes and seconds of one device; the parts are what is live at the moment of the peak, so they add up to it."""
     mine = [run.figures.stages[i] for i in range(position, len(run.figures.stages), len(run.names))]
@@ -178,7 +178,7 @@ def _device_estimate(
     )
 
 
-def _peak(run: Run, position: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
+def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
     """(gradients, activations) of a device when both together are largest, by walking through its actions.
 
     Each micro-batch in flight keeps its saved activations; the running action adds the largest of its own. At the end
@@ -224,9 +224,11 @@ def _peak(run: Run, position: int, microbatches: int, workload: Workload, device
     return max(peaks, key=sum)
 
 
-def _over(tensors: Sequence[tuple[int, int]], cluster: Cluster, names: tuple[str, ...], border: int, way: int) -> float:
-    """Seconds in which tensors go over a border, forwards or back."""
-    ends = names[border % len(names)], names[(border + 1) % len(names)]
+def _over(
+    tensors: Sequence[tuple[int, int]], cluster: Cluster, names: tuple[str, ...], boundary: int, way: int
+) -> float:
+    """Seconds in which tensors go over a boundary, forwards or back."""
+    ends = names[boundary % len(names)], names[(boundary + 1) % len(names)]
     if ends[0] == ends[1]:
         return 0.0
     link = cluster.link(*ends[::way])
@@ -234,7 +236,7 @@ def _over(tensors: Sequence[tuple[int, int]], cluster: Cluster, names: tuple[str
 
 
 def _sum_shared(
-    figures: Figures, names: tuple[str, ...], cluster: Cluster, done: list[float], events: list[Event]
+    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, done: list[float], events: list[Event]
 ) -> float:
     """Sum gradients of parameters that several stages hold: all holders wait for each other. Returns the seconds."""
     total = 0.0
@@ -249,7 +251,7 @@ def _sum_shared(
     return total
 
 
-def _events(figures: Figures, names: Sequence[str], simulated: Simulated) -> list[Event]:
+def _events(figures: StagesCost, names: Sequence[str], simulated: Simulated) -> list[Event]:
     """Actions and copies by the clock. Where a stage is computed again, that comes first in its backward."""
     found = []
     for ran in simulated.ran:
@@ -263,7 +265,7 @@ def _events(figures: Figures, names: Sequence[str], simulated: Simulated) -> lis
         if ran.end > begin or not stage.recompute:
             found.append(_event(name, KINDS[action.kind], begin, ran.end, **place))
     for sent in simulated.sent:
-        nbytes = sum(nbytes for _, nbytes in _sent_tensors(figures.borders, sent.action))
+        nbytes = sum(nbytes for _, nbytes in _sent_tensors(figures.boundaries, sent.action))
         place = {"stage": sent.action.stage, "microbatch": sent.action.microbatch}
         source, name = names[sent.source], names[sent.destination]
         found.append(_event(name, "transfer", sent.begin, sent.end, source=source, nbytes=nbytes, **place))
@@ -275,11 +277,11 @@ def _event(device: str, kind: str, begin: float, end: float, **more: int | str) 
     return replace(event, **more)  # type: ignore[arg-type]
 
 
-def _sent_tensors(borders: Sequence[Border], action: Action) -> tuple[tuple[int, int], ...]:
-    return borders[action.stage].tensors if action.kind == "F" else borders[action.stage - 1].returned
+def _sent_tensors(boundaries: Sequence[StageBoundary], action: PipeAction) -> tuple[tuple[int, int], ...]:
+    return boundaries[action.stage].tensors if action.kind == "F" else boundaries[action.stage - 1].returned
 
 
-def _stage_estimate(run: Run, index: int) -> StageEstimate:
+def _stage_estimate(run: PipelinePass, index: int) -> StageEstimate:
     stage = run.figures.stages[index]
     return StageEstimate(
         device=run.names[index % len(run.names)],
@@ -292,12 +294,12 @@ def _stage_estimate(run: Run, index: int) -> StageEstimate:
     )
 
 
-def _transfers(run: Run, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
-    """Every tensor over every border, all micro-batches together."""
+def _transfers(run: PipelinePass, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
+    """Every tensor over every boundary, all micro-batches together."""
     graph, names = profile.graph, run.names
 
-    def row(value: int, nbytes: int, border: int, way: int) -> Transfer:
-        ends = (names[border % len(names)], names[(border + 1) % len(names)])[::way]
+    def row(value: int, nbytes: int, boundary: int, way: int) -> Transfer:
+        ends = (names[boundary % len(names)], names[(boundary + 1) % len(names)])[::way]
         producer = graph.calls[graph.ops[graph.values[value].op].call].path
         readers = (op for op in graph.ops[graph.values[value].op + 1 :] if value in op.inputs)
         reader = next(readers, None)
@@ -309,5 +311,8 @@ def _transfers(run: Run, profile: Profile, microbatches: int, cluster: Cluster) 
 
     if len(names) == 1:
         return ()
-    found = [row(*one, i, 1) for i, border in enumerate(run.figures.borders) for one in border.tensors]
-    return (*found, *(row(*one, i, -1) for i, border in enumerate(run.figures.borders) for one in border.returned))
+    found = [row(*one, i, 1) for i, boundary in enumerate(run.figures.boundaries) for one in boundary.tensors]
+    return (
+        *found,
+        *(row(*one, i, -1) for i, boundary in enumerate(run.figures.boundaries) for one in boundary.returned),
+    )

@@ -2,7 +2,7 @@
 
 Without stages the programs of the layers are played, one pass after the other. With stages the order of the schedule is
 played by the clock. Pricing takes what the busiest rank does and the way of one micro-batch through the others, which
-is a few percent off the play: the play is stretched to the price, and `Played.stretch` says by how much.
+is a few percent off the play: the play is stretched to the price, and `PlayedPlan.stretch` says by how much.
 """
 
 from collections.abc import Iterator, Sequence
@@ -49,14 +49,14 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class PlayedPlan:
     """What was played; `stretch`: the priced length over the played one."""
 
     spans: tuple[Span, ...]
     stretch: float = 1.0
 
 
-def play_step(setting: Setting, step: StepEstimate) -> Played:
+def play_step(setting: Setting, step: StepEstimate) -> PlayedPlan:
     """Play a training step."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
@@ -79,11 +79,11 @@ def play_step(setting: Setting, step: StepEstimate) -> Played:
     return replace(played, spans=tuple(sorted(spans, key=lambda span: span.begin)))
 
 
-def _stretched(spans: Sequence[Span], seconds: float) -> Played:
+def _stretched(spans: Sequence[Span], seconds: float) -> PlayedPlan:
     """Spans that end when the price says."""
     stretch = seconds / max(span.end for span in spans)
     spans = [replace(span, begin=span.begin * stretch, end=span.end * stretch) for span in spans]
-    return Played(spans=tuple(sorted(spans, key=lambda span: span.begin)), stretch=stretch)
+    return PlayedPlan(spans=tuple(sorted(spans, key=lambda span: span.begin)), stretch=stretch)
 
 
 def _whole(setting: Setting, stage: Stage) -> Iterator[Span]:
@@ -156,7 +156,7 @@ def _kernel_part(one: Passes, kind: str) -> float:
     return one.backward_compute / one.backward if one.backward else 1.0
 
 
-def play_answer(setting: Setting, answer: GenerationEstimate, new_tokens: int) -> Played:
+def play_answer(setting: Setting, answer: GenerationEstimate, new_tokens: int) -> PlayedPlan:
     """Play an answer: the prompt through all stages, then token after token; those after the first few as one span."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
     stages = split_stages(setting.work, recipe)

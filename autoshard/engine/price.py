@@ -117,7 +117,7 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
         flops = [sum(one.flops for one in sums_of(block).products) for block in work.blocks]
         each = sum(one * block.count for one, block in zip(flops, work.blocks, strict=True) if block.layer) / layers
         part += sum(one for one, block in zip(flops, work.blocks, strict=True) if not block.layer) / each / count
-    borders = [min(layers - count + index, ceil(index * part - 1e-9)) for index in range(count)] + [layers]
+    boundaries = [min(layers - count + index, ceil(index * part - 1e-9)) for index in range(count)] + [layers]
     stages: list[list[tuple[Block, int]]] = []
     for index in range(count):
         stage, begin = [], 0
@@ -126,7 +126,7 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
                 if index == (count - 1 if block.path == "last" else 0):
                     stage.append((block, 1))
                 continue
-            inside = min(borders[index + 1], begin + block.count) - max(borders[index], begin)
+            inside = min(boundaries[index + 1], begin + block.count) - max(boundaries[index], begin)
             begin += block.count
             if inside > 0:
                 stage.append((block, inside))

@@ -48,7 +48,7 @@ BUCKET_BYTES = 25 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ReplicaBlock:
     """What `fully_shard` gathers as one: bytes of its parameters, and of those that get a gradient."""
 
     path: str
@@ -56,7 +56,7 @@ class Block:
     gradient_bytes: int
 
 
-def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:
+def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[ReplicaBlock, ...]:
     """Bytes of the blocks at some module paths, in order, and last those of what lies outside of them."""
     trained = {name for name, _ in graph.gradients}
     rows = {path: [0, 0] for path in (*paths, "")}
@@ -65,7 +65,7 @@ def blocks_of(graph: ModelGraph, paths: Sequence[str]) -> tuple[Block, ...]:
             path = element_of(tensor.name, rows)
             rows[path][0] += tensor.nbytes
             rows[path][1] += tensor.nbytes * (tensor.name in trained or (not trained and tensor.trainable))
-    return tuple(Block(path=path, parameter_bytes=row[0], gradient_bytes=row[1]) for path, row in rows.items())
+    return tuple(ReplicaBlock(path=path, parameter_bytes=row[0], gradient_bytes=row[1]) for path, row in rows.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster, *, process
     if processes is None:
         processes = mesh.sharded or len({device.host for device in devices}) > 1
     blocks = blocks_of(profile.graph, [path for stage in plan.stages for path in stage.paths]) if mesh.sharded else ()
-    figures = Figures(RowSizes(profile, batch), blocks=blocks, count=mesh.data, processes=processes)
+    figures = ReplicaPricer(RowSizes(profile, batch), blocks=blocks, count=mesh.data, processes=processes)
     run = figures.run(cluster, devices, rows_per_replica(batch, mesh.shares, mesh.data))
     exchange, latency = run.exchange, run.seconds
     by_name = {one.name: replace(one, transfer_seconds=exchange.exposed_seconds) for one in run.replicas}
@@ -164,7 +164,7 @@ class RowSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ReplicaPass:
     """Replicas in a pass: each of them, what is copied to and from them, what they exchange, and the seconds of all."""
 
     replicas: tuple[DeviceEstimate, ...]
@@ -173,13 +173,13 @@ class Run:
     seconds: float
 
 
-class Figures:
+class ReplicaPricer:
     """Prices replicas; equal devices with equal shares are computed once.
 
     `blocks`: what is gathered as one, where replicas are sharded; last what lies outside of them.
     """
 
-    def __init__(self, rows: RowSizes, *, blocks: tuple[Block, ...], count: int, processes: bool) -> None:
+    def __init__(self, rows: RowSizes, *, blocks: tuple[ReplicaBlock, ...], count: int, processes: bool) -> None:
         self.rows, self.blocks, self.count, self.processes = rows, blocks, count, processes
         self.profile, self.workload = rows.profile, rows.profile.workload
         self.trained = [nbytes for _, nbytes in trained_sizes(self.profile.graph)] if self.workload.training else []
@@ -189,7 +189,7 @@ class Figures:
     def sharded(self) -> bool:
         return bool(self.blocks)
 
-    def run(self, cluster: Cluster, devices: Sequence[Device], rows: Sequence[int]) -> Run:
+    def run(self, cluster: Cluster, devices: Sequence[Device], rows: Sequence[int]) -> ReplicaPass:
         """A pass in which every device has so many rows.
 
         It takes as long as the slowest replica, or the one thread that launches what all of them do, and what is not
@@ -206,7 +206,7 @@ class Figures:
         if not self.processes:
             launched = np.count_nonzero(self.rows.sizes(self.rows.size).moved)
             slowest = max(slowest, sum(float(launched) * device.launch_seconds for device in devices))
-        return Run(
+        return ReplicaPass(
             replicas=replicas, transfers=transfers, exchange=exchange,
             seconds=slowest + exchange.exposed_seconds + sum(transfer.seconds for transfer in transfers),
         )  # fmt: skip
@@ -276,7 +276,7 @@ class Figures:
         return outside + 2 * inside + 2 * gradients
 
 
-def exchange_of(cluster: Cluster, names: Sequence[str], figures: Figures, compute_seconds: float) -> Exchange:
+def exchange_of(cluster: Cluster, names: Sequence[str], figures: ReplicaPricer, compute_seconds: float) -> Exchange:
     """Price what replicas exchange in a pass, as programs beside computing; `compute_seconds`: of the fastest."""
     training, sharded = figures.workload.training, figures.sharded
     nbytes = sum(figures.trained)
@@ -327,7 +327,7 @@ def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], ro
     return tuple(made)
 
 
-def _notes(figures: Figures, exchange: Exchange) -> tuple[str, ...]:
+def _notes(figures: ReplicaPricer, exchange: Exchange) -> tuple[str, ...]:
     if not exchange.seconds:
         return ()
     if figures.sharded:

@@ -1,7 +1,7 @@
 """What every stage of a pipeline costs for one micro-batch: seconds by the roofline, and bytes (see `stage_memory`).
 
 stage 0   forward 3.1 ms, backward 6.2 ms (of it 3.0 ms for gradients of parameters)
-  border  2 tensors, 4 MiB go over it; the gradient of one of them comes back
+  boundary  2 tensors, 4 MiB go over it; the gradient of one of them comes back
 stage 1   …
 """
 
@@ -23,7 +23,7 @@ from autoshard.profile.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Border:
+class StageBoundary:
     """What crosses from a stage to the next for one micro-batch: tensors (value, bytes), and those with gradients."""
 
     tensors: tuple[tuple[int, int], ...]
@@ -48,16 +48,16 @@ class StageFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class StagesCost:
     """All stages of a pipeline for one micro-batch.
 
-    `borders`: between each stage and the next. `shared`: (bytes, stages) of trained parameters that several stages
+    `boundaries`: between each stage and the next. `shared`: (bytes, stages) of trained parameters that several stages
     hold, whose gradients are summed at the end of a step. `aligned`, `written_back`: as in `Plan`, in one
     process.
     """
 
     stages: tuple[StageFigures, ...]
-    borders: tuple[Border, ...]
+    boundaries: tuple[StageBoundary, ...]
     shared: tuple[tuple[int, tuple[int, ...]], ...]
     aligned: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Figures:
 def stage_figures(
     whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device], *, processes: bool,
     schedule: str = "gpipe", batch: BatchAxis | None = None,
-) -> Figures:  # fmt: skip
+) -> StagesCost:  # fmt: skip
     """Work out what every stage costs; `part` is the profile of one micro-batch, `devices` that of every stage.
 
     With `processes` every device has a process of its own, which runs the `schedule`: outputs stay on the last stage,
@@ -101,7 +101,7 @@ def stage_figures(
             )
         )
     shared = tuple((nbytes, held[name]) for name, nbytes in trained if len(held[name]) > 1)
-    figures = Figures(stages=tuple(found), borders=borders_of(graph, staged, len(stages)), shared=shared)
+    figures = StagesCost(stages=tuple(found), boundaries=boundaries_of(graph, staged, len(stages)), shared=shared)
     if processes:
         return figures
     moves = memory.moves
@@ -135,8 +135,8 @@ def weight_ops(graph: ModelGraph) -> np.ndarray:
     return found
 
 
-def borders_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[Border, ...]:
-    """Return what goes over every border, from neighbour to neighbour; its gradient comes back the same way."""
+def boundaries_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[StageBoundary, ...]:
+    """Return what goes over every boundary, from neighbour to neighbour; its gradient comes back the same way."""
     tensors: list[list[tuple[int, int]]] = [[] for _ in range(count - 1)]
     returned: list[list[tuple[int, int]]] = [[] for _ in range(count - 1)]
     training = graph.backward_begin < len(graph.ops)
@@ -144,8 +144,8 @@ def borders_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[Border, .
     for crossing in staged.crossings:
         row = graph.values[crossing.value]
         nbytes = graph.copied_bytes(crossing.value)
-        for border in range(crossing.source, crossing.readers[-1]):
-            tensors[border].append((crossing.value, nbytes))
+        for boundary in range(crossing.source, crossing.readers[-1]):
+            tensors[boundary].append((crossing.value, nbytes))
             if training and row.requires_grad and not (crossing.value in outputs and crossing.readers == (count - 1,)):
-                returned[border].append((crossing.value, nbytes))
-    return tuple(Border(tensors=tuple(a), returned=tuple(b)) for a, b in zip(tensors, returned, strict=True))
+                returned[boundary].append((crossing.value, nbytes))
+    return tuple(StageBoundary(tensors=tuple(a), returned=tuple(b)) for a, b in zip(tensors, returned, strict=True))

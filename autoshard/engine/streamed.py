@@ -39,7 +39,7 @@ from autoshard.profile.units import find_units, weight_bytes
 
 STORES = ("cpu", "disk")
 SLOTS = PREFETCH
-"""Streamed modules that are on a device at a time."""
+"""StreamedPass modules that are on a device at a time."""
 STAGING_BYTES = 64 * 2**20
 """Pinned memory of the host through which an accelerator reads from the disk, two parts in turn."""
 PASSES = 8
@@ -47,7 +47,7 @@ PASSES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streamed:
+class StreamedPass:
     """A streamed module: its device, where its parameters are between calls, their storages, and its calls as ops."""
 
     path: str
@@ -192,7 +192,7 @@ def without_storages(moves: Flow, storages: Iterable[int]) -> Flow:
     return replace(moves, buffers=replace(rows, **columns))
 
 
-def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[Streamed]) -> list[Piece]:
+def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[StreamedPass]) -> list[Piece]:
     """Return what is done between and in the calls of some modules, in order, and after the last."""
     seconds = np.zeros(moves.steps + 1)
     placed = np.array(moves.op_device, np.int64)
@@ -211,7 +211,7 @@ def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequen
     return [*pieces, Piece(seconds=float(total[-1] - total[at]))]
 
 
-def fetches_of(modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster) -> list[Fetch]:
+def fetches_of(modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster) -> list[Fetch]:
     """Return what is brought for every call of some modules, in order."""
     each = [
         Fetch(
@@ -223,13 +223,13 @@ def fetches_of(modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster)
     return [each[index] for _, _, index in calls_in_order(modules, graph)]
 
 
-def calls_in_order(modules: Sequence[Streamed], graph: ModelGraph) -> list[tuple[int, int, int]]:
+def calls_in_order(modules: Sequence[StreamedPass], graph: ModelGraph) -> list[tuple[int, int, int]]:
     """(first op, op after the last, module) of every call of some modules."""
     every = ((begin, end, index) for index, module in enumerate(modules) for begin, end in module.calls)
     return sorted(call for call in every if call[0] not in graph.uncounted)
 
 
-def streamed_modules(plan: Plan, graph: ModelGraph) -> list[Streamed]:
+def streamed_modules(plan: Plan, graph: ModelGraph) -> list[StreamedPass]:
     """Return the streamed modules of a plan with what the graph knows of them. Raises `PlanError` for unknown ones."""
     known = {module.path for module in graph.modules}
     unknown = [path for path in plan.streamed if path not in known]
@@ -249,7 +249,7 @@ def streamed_modules(plan: Plan, graph: ModelGraph) -> list[Streamed]:
         if call.path in calls and call.begin not in graph.uncounted:
             calls[call.path].append((call.begin, call.end))
     return [
-        Streamed(
+        StreamedPass(
             path=path, device=device_of[path], store=store, storages=tuple(storages[path]),
             calls=tuple(sorted(calls[path])),
         )
@@ -263,7 +263,7 @@ def held_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> 
     return sum(-(-graph.storages[storage].nbytes // block_bytes) * block_bytes for storage in storages)
 
 
-def with_slots(moves: Flow, modules: Sequence[Streamed], graph: ModelGraph) -> Flow:
+def with_slots(moves: Flow, modules: Sequence[StreamedPass], graph: ModelGraph) -> Flow:
     """Return the same flow in which parameters of streamed modules take memory only while they are in a slot.
 
     That is from the end of the call before the last one on the device, or from the begin of a pass, to the end of their
@@ -318,7 +318,7 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _with_streamed(
-    device: DeviceEstimate, modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster, moves: Flow
+    device: DeviceEstimate, modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster, moves: Flow
 ) -> DeviceEstimate:
     """Tell what the slots hold at the peak from what stays, and add what is kept on the device."""
     slots = 0
@@ -345,7 +345,7 @@ def staging_bytes(devices: Iterable[str]) -> int:
     return sum(STAGING_BYTES for name in devices if not name.startswith("cpu"))
 
 
-def _links(modules: Sequence[Streamed], graph: ModelGraph, cluster: Cluster) -> tuple[StreamLink, ...]:
+def _links(modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster) -> tuple[StreamLink, ...]:
     """What comes over each link in one pass."""
     rows: dict[tuple[str, str], list[float]] = {}
     for module in modules:

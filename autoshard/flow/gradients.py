@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 from autoshard.capture.graph import Op
 
 if TYPE_CHECKING:
-    from autoshard.flow.walk import Walk
+    from autoshard.flow.walk import FlowWalk
 
 
 class Gradients:
     """Backward ops of one walk."""
 
-    def __init__(self, walk: "Walk") -> None:
+    def __init__(self, walk: "FlowWalk") -> None:
         self.walk, self.graph, self.objects = walk, walk.graph, walk.objects
         self.begin = walk.graph.backward_begin
         self._home: dict[int, int] = {}  # storage of a parameter's gradient that was brought home -> device

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.flow.data import Flow
-from autoshard.flow.walk import Walk
+from autoshard.flow.walk import FlowWalk
 from autoshard.plan.placement import resolve_homes, tensor_devices
 
 _LATEST = Latest[Flow]()
@@ -28,4 +28,4 @@ def _walk(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
     devices = tensor_devices(homes, graph.tied())
     stages = tuple(dict.fromkeys(placements.values()))
-    return Walk(graph, homes, devices, stages).run()
+    return FlowWalk(graph, homes, devices, stages).run()

@@ -18,7 +18,7 @@ from autoshard.flow.views import Views
 from autoshard.plan.placement import Homes
 
 
-class Walk:
+class FlowWalk:
     """State of one walk over the ops.
 
     Attributes:

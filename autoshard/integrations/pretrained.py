@@ -12,7 +12,7 @@ import torch
 
 from autoshard.checkpoint.data import Checkpoint
 from autoshard.checkpoint.reading import read_entry
-from autoshard.checkpoint.traced import Leaf, Traced, leaf, traced
+from autoshard.checkpoint.traced import TracedSource, TracedTensor, leaf, traced
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.huggingface import config_file, model_class_of, read_config
 from autoshard.integrations.rehearsal import quiet, rehearse
@@ -65,7 +65,7 @@ def _open_rehearsed(
     return leave_unfilled(model, checkpoint)
 
 
-def _state(checkpoint: Checkpoint) -> dict[str, Traced]:
+def _state(checkpoint: Checkpoint) -> dict[str, TracedTensor]:
     return {
         name: traced(leaf(name, entry.shape, entry.dtype, functools.partial(read_entry, checkpoint, name)))
         for name, entry in checkpoint.entries.items()
@@ -73,7 +73,9 @@ def _state(checkpoint: Checkpoint) -> dict[str, Traced]:
 
 
 def _stands_for_nothing(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, Traced) and isinstance(tensor.expression, Leaf) and tensor.expression.missing
+    return (
+        isinstance(tensor, TracedTensor) and isinstance(tensor.expression, TracedSource) and tensor.expression.missing
+    )
 
 
 def _read_quantised(

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoshard.checkpoint.traced import Traced, missing
+from autoshard.checkpoint.traced import TracedTensor, missing
 from autoshard.errors import CheckpointError
 from autoshard.integrations.strictness import Differences
 from autoshard.integrations.words import count, first, one_line
@@ -26,7 +26,7 @@ from autoshard.torch_private import no_dispatch_modes
 
 
 def rehearse(
-    model_class: Any, config: Any, state: Mapping[str, Traced], dtype: Any, *, where: Path, strict: bool
+    model_class: Any, config: Any, state: Mapping[str, TracedTensor], dtype: Any, *, where: Path, strict: bool
 ) -> tuple[Any, Differences]:
     """Let the library load traced tensors; return its model of traced tensors, and what did not fit.
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.checkpoint.save import Shard, State, Stored, save_state, split, without_ties
-from autoshard.checkpoint.traced import Traced, leaf, traced
+from autoshard.checkpoint.save import FileShard, SavedState, Stored, save_state, split, without_ties
+from autoshard.checkpoint.traced import TracedTensor, leaf, traced
 from autoshard.common.sizes import parse_bytes
 from autoshard.errors import CheckpointError
 from autoshard.runtime.cuts import cut_record
@@ -26,7 +26,7 @@ def save(model: nn.Module, path: "str | os.PathLike[str]", *, max_shard_size: "i
     max_shard_bytes = parse_bytes(max_shard_size)
     of_transformers = is_of_transformers(model)
 
-    def prepare(state: State) -> list[Shard]:
+    def prepare(state: SavedState) -> list[FileShard]:
         if of_transformers:
             return split(file_tensors(model, state), {}, max_shard_bytes)
         return split(*without_ties(state), max_shard_bytes)
@@ -56,7 +56,7 @@ def write_configuration(model: Any, folder: Path) -> None:
             logging.enable_progress_bar()
 
 
-def file_tensors(model: Any, state: State) -> list[Stored]:
+def file_tensors(model: Any, state: SavedState) -> list[Stored]:
     """The tensors that the library's `save_pretrained` would write, in its order, and what they are made of."""
     from transformers.core_model_loading import dot_natural_key, revert_weight_conversion
 
@@ -79,7 +79,7 @@ def file_tensors(model: Any, state: State) -> list[Stored]:
     return [_stored(name, tensor) for name, tensor in made.items()]
 
 
-def _loaded_by_another(model: Any, state: State) -> set[str]:
+def _loaded_by_another(model: Any, state: SavedState) -> set[str]:
     """Names of tied tensors that the library fills from another name when it loads: it does not write them.
 
     A tie that it does not know of is written under each of its names, for it would not be made again.
@@ -94,6 +94,6 @@ def _loaded_by_another(model: Any, state: State) -> set[str]:
 
 
 def _stored(name: str, tensor: torch.Tensor) -> Stored:
-    if not isinstance(tensor, Traced):
+    if not isinstance(tensor, TracedTensor):
         raise CheckpointError(f"Transformers makes {name} out of nothing in the model; it is not known how to save it.")
     return Stored(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), made=tensor.expression)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Source, Target
+from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source
 from autoshard.checkpoint.reading import read_into
-from autoshard.checkpoint.traced import META, Traced
+from autoshard.checkpoint.traced import META, TracedTensor
 from autoshard.errors import CheckpointError
 from autoshard.runtime.moves import named_tensors
 
@@ -29,9 +29,9 @@ class Unfilled:
 def leave_unfilled(model: nn.Module, checkpoint: Checkpoint) -> Unfilled:
     """Put parameters on meta in the place of traced ones; traced buffers are read: they decide what is run."""
     names: dict[int, str] = {}
-    found: dict[str, Traced] = {}
+    found: dict[str, TracedTensor] = {}
     for name, tensor in named_tensors(model).items():
-        if isinstance(tensor, Traced) and names.setdefault(id(tensor), name) == name:
+        if isinstance(tensor, TracedTensor) and names.setdefault(id(tensor), name) == name:
             if tensor.shape != tensor.plain.shape or tensor.dtype != tensor.plain.dtype:
                 raise CheckpointError(
                     f"{type(model).__name__} changes {name} after loading it, in a way not known here."
@@ -43,7 +43,7 @@ def leave_unfilled(model: nn.Module, checkpoint: Checkpoint) -> Unfilled:
     }
     buffers = {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
     values = {name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in buffers.items()}
-    read_into(checkpoint, sources, [Target(source=name, tensor=value) for name, value in values.items()])
+    read_into(checkpoint, sources, [ReadTarget(source=name, tensor=value) for name, value in values.items()])
     made: dict[int, torch.Tensor] = {id(buffers[name]): value for name, value in values.items()}
     for tensor in found.values():
         if id(tensor) not in made:

@@ -24,7 +24,7 @@ SCHEDULES = {
 """Names of schedules in plans -> the classes of torch.distributed.pipelining that run them."""
 
 
-class Engine:
+class PipelineEngine:
     """Runs this rank's stages for parts of one shape. `has_last`: the last stage is among them."""
 
     def __init__(self, model: nn.Module, record: PipelineRecord, prepared: Prepared, *, training: bool) -> None:
@@ -83,7 +83,7 @@ class Engine:
 def _stage_of(
     module: StageModule, number: int, count: int, record: PipelineRecord, prepared: Prepared, training: bool
 ) -> Any:
-    from autoshard.pipelines.torch_stage import Stage  # torch's pipelining takes long to import
+    from autoshard.pipelines.torch_stage import TorchStage  # torch's pipelining takes long to import
 
     received = () if number == 0 else _blank(prepared.traffic[number - 1], training)
     sent = (
@@ -91,7 +91,9 @@ def _stage_of(
         if number == count - 1
         else _blank(prepared.traffic[number], training)
     )
-    return Stage(module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group)
+    return TorchStage(
+        module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group
+    )
 
 
 def _blank(specs: tuple[Spec, ...], training: bool) -> tuple[torch.Tensor, ...]:

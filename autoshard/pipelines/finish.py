@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.tape import Opaque
+from autoshard.capture.call_log import Opaque
 from autoshard.nested import join_leaves, map_tensors, tensor_at, tensors_in
 from autoshard.pipelines.prepare import Prepared
 from autoshard.plan.batching import BatchAxis
-from autoshard.runtime.chunks import PLAIN, Part
+from autoshard.runtime.chunks import PLAIN, BatchPart
 from autoshard.runtime.devices import CPU
 from autoshard.runtime.losses import Loss, Reduction, call_loss, check_differentiable, check_reduction, sample
 from autoshard.runtime.merging import Unmerged, merge
@@ -28,7 +28,7 @@ class Finish:
 
     loss: Loss | None
     batch: BatchAxis | None
-    parts: Sequence[Part]
+    parts: Sequence[BatchPart]
     targets: list[Any]
     ways: Sequence[Prepared]
     factors: list[float]

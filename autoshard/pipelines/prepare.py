@@ -12,17 +12,17 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.capture.call_log import Reading, Ref
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import EVEN_ORDER, FINITE
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import divide
-from autoshard.capture.tape import Reading, Ref
 from autoshard.common.module_paths import is_below
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import leaves_in, tensors_in
 from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_reading, write_program, write_readings
-from autoshard.pipelines.steps import Recorded, find_steps, is_inside
-from autoshard.runtime.chunks import Part
+from autoshard.pipelines.steps import RecordedCall, find_steps, is_inside
+from autoshard.runtime.chunks import BatchPart
 from autoshard.runtime.pipeline_record import PipelineRecord
 
 Spec = tuple[torch.Size, torch.dtype]
@@ -63,7 +63,7 @@ class Prepared:
         return (named or self.scalars)[0]
 
 
-def shape_key(part: Part, model: nn.Module, record: PipelineRecord) -> tuple:
+def shape_key(part: BatchPart, model: nn.Module, record: PipelineRecord) -> tuple:
     """What the recorded forward depends on besides the values of tensors; equal for parts that run the same way."""
     seen: dict[int, int] = {}  # one tensor given twice is one value
     leaves = [
@@ -84,12 +84,12 @@ def _written_down(module: nn.Module) -> tuple:
     return *attributes, torch_private.hook_numbers(module, except_of="autoshard")
 
 
-def input_tensors(part: Part, device: torch.device) -> tuple[torch.Tensor, ...]:
+def input_tensors(part: BatchPart, device: torch.device) -> tuple[torch.Tensor, ...]:
     """The input tensors of a part, as programs want them."""
     return tuple(tensor.to(device) for _, tensor in tensors_in((part.args, part.kwargs)))
 
 
-def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool) -> Prepared:
+def prepare(model: nn.Module, record: PipelineRecord, part: BatchPart, *, grad: bool) -> Prepared:
     """Record the forward on a part and write the programs of this rank.
 
     Raises `CaptureError` if it does not run, `PlanError` if it can't be run in these stages.
@@ -105,26 +105,26 @@ def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool)
         own.training = other.training
     record.silent = True
     try:
-        graph, tape = record_forward(whole, part.args, part.kwargs, grad=grad)
+        graph, call_log = record_forward(whole, part.args, part.kwargs, grad=grad)
     finally:
         record.silent = False
-    if tape.drew:
+    if call_log.drew:
         raise PlanError(
             f"the forward of {type(model).__name__} draws random numbers of Python's or NumPy's generator, so what it "
             "runs may differ each time: it can't be divided into stages. Draw with torch, inside of a module."
         )
     staged = divide(graph, [stage.paths for stage in record.plan.stages])
-    found = find_steps(graph, tape, staged)
+    found = find_steps(graph, call_log, staged)
     _check_assumptions(found)
     _check_cuts(found, record)
     traffic = find_traffic(found, len(record.plan.stages))
     read, readings = write_readings(found, model, record.device)
-    template = tape.calls[0].output
+    template = call_log.calls[0].output
     refs = [(path, graph.values[leaf.value]) for path, leaf in leaves_in(template) if isinstance(leaf, Ref)]
     return Prepared(
         programs={stage: write_program(found, stage, traffic, model, record.device) for stage in record.stages},
         held=staged.held,
-        traffic=tuple(tuple(_spec(graph, value) for value in border) for border in traffic),
+        traffic=tuple(tuple(_spec(graph, value) for value in boundary) for boundary in traffic),
         output=lambda tensors: fill_refs(template, dict(zip(graph.outputs, tensors, strict=True))),
         scalars=tuple(path for path, value in refs if value.shape == () and value.dtype.is_floating_point),
         readings=tuple(readings),
@@ -132,7 +132,7 @@ def prepare(model: nn.Module, record: PipelineRecord, part: Part, *, grad: bool)
     )
 
 
-def goes_this_way(prepared: Prepared, part: Part, device: torch.device) -> bool:
+def goes_this_way(prepared: Prepared, part: BatchPart, device: torch.device) -> bool:
     """Whether Python would read the same out of the tensors of a part as when this was recorded.
 
     A mask without padding is left out, one with padding is not: such parts go two ways.
@@ -161,12 +161,12 @@ def check_alike(known: Sequence[Prepared], new: Prepared) -> None:
         )
 
 
-def _check_assumptions(found: Recorded) -> None:
+def _check_assumptions(found: RecordedCall) -> None:
     """Refuse what was recorded with invented values outside of the calls that are taken whole.
 
     Of an order, or a check for infinities, only what is read matters, and that is checked where it is read.
     """
-    for reading in found.tape.readings:
+    for reading in found.call_log.readings:
         if reading.assumed and not reading.assumed.startswith((EVEN_ORDER, FINITE)) and not is_inside(reading, found):
             raise PlanError(
                 f"the forward decides by values that it computes: {reading.assumed}. What decides so has to be inside "
@@ -174,7 +174,7 @@ def _check_assumptions(found: Recorded) -> None:
             )
 
 
-def _check_cuts(found: Recorded, record: PipelineRecord) -> None:
+def _check_cuts(found: RecordedCall, record: PipelineRecord) -> None:
     """Refuse blocks that are not called whole and have to be.
 
     The shapes inside of cut ones are those of the whole model here; the parameters of layers are gathered, and their

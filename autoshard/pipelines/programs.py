@@ -16,11 +16,11 @@ import torch
 import torch.fx
 from torch import nn
 
+from autoshard.capture.call_log import LoggedCall, Reading, Ref
 from autoshard.capture.graph import HOST, UNKNOWN, Op
-from autoshard.capture.tape import Reading, Ref, TapedCall
 from autoshard.errors import ApplyError
 from autoshard.nested import join_leaves, leaves_in, tensor_at
-from autoshard.pipelines.steps import Recorded, Step, item_nodes
+from autoshard.pipelines.steps import RecordedCall, StageStep, item_nodes
 
 _ALIAS = torch.ops.aten.alias.default
 
@@ -39,7 +39,7 @@ class Program:
     sent: tuple[int, ...]
 
 
-def find_traffic(found: Recorded, stages: int) -> list[tuple[int, ...]]:
+def find_traffic(found: RecordedCall, stages: int) -> list[tuple[int, ...]]:
     """Per boundary, the values that go over it: made before it, read after it; what is made early is handed on."""
     maker = {value: step.stage for step in found.steps for value in step.makes if step.stage is not None}
     reader: dict[int, int] = {}
@@ -50,13 +50,13 @@ def find_traffic(found: Recorded, stages: int) -> list[tuple[int, ...]]:
     for value in found.graph.outputs:
         reader[value] = stages - 1
     return [
-        tuple(sorted(value for value, stage in maker.items() if stage <= border < reader.get(value, -1)))
-        for border in range(stages - 1)
+        tuple(sorted(value for value, stage in maker.items() if stage <= boundary < reader.get(value, -1)))
+        for boundary in range(stages - 1)
     ]
 
 
 def write_program(
-    found: Recorded, stage: int, traffic: list[tuple[int, ...]], model: nn.Module, device: torch.device
+    found: RecordedCall, stage: int, traffic: list[tuple[int, ...]], model: nn.Module, device: torch.device
 ) -> Program:
     """Write the program of a stage on the tensors that `model` has on `device` now."""
     last = stage == len(traffic)
@@ -67,7 +67,7 @@ def write_program(
     return _write(found, _with_free(found, own, wanted - set(received)), received, sent, model, device)
 
 
-def write_readings(found: Recorded, model: nn.Module, device: torch.device) -> tuple[Program, list[Reading]]:
+def write_readings(found: RecordedCall, model: nn.Module, device: torch.device) -> tuple[Program, list[Reading]]:
     """Write the program that makes what was read out of tensors when the model was recorded, and list the readings.
 
     Those of invented values are left out, and those that are the same in every run.
@@ -75,12 +75,12 @@ def write_readings(found: Recorded, model: nn.Module, device: torch.device) -> t
     may_vary = _varying(found)
     readings = [
         one
-        for one in found.tape.readings
+        for one in found.call_log.readings
         if one.function is not None and _is_free(found, one) and not may_vary.isdisjoint(_storages(found, one))
     ]
     values = tuple(dict.fromkeys(ref.value for one in readings for ref in one.args if isinstance(ref, Ref)))
     steps = [
-        Step(
+        StageStep(
             begin=op.index,
             end=op.index + 1,
             stage=None,
@@ -95,7 +95,7 @@ def write_readings(found: Recorded, model: nn.Module, device: torch.device) -> t
     return _write(found, _closed(found, steps, set(values)), (), values, model, device), readings
 
 
-def _varying(found: Recorded) -> set[int]:
+def _varying(found: RecordedCall) -> set[int]:
     """Storages made from inputs or from tensors of the model: all others are the same whenever shapes are."""
     graph = found.graph
     of = [value.storage for value in graph.values]
@@ -106,20 +106,20 @@ def _varying(found: Recorded) -> set[int]:
     return varying
 
 
-def _storages(found: Recorded, reading: Reading) -> list[int]:
+def _storages(found: RecordedCall, reading: Reading) -> list[int]:
     return [found.graph.values[ref.value].storage for ref in reading.args if isinstance(ref, Ref)]
 
 
-def _is_free(found: Recorded, reading: Reading) -> bool:
+def _is_free(found: RecordedCall, reading: Reading) -> bool:
     return found.free.issuperset(_storages(found, reading))
 
 
-def _with_free(found: Recorded, own: list[Step], wanted: set[int]) -> list[Step]:
+def _with_free(found: RecordedCall, own: list[StageStep], wanted: set[int]) -> list[StageStep]:
     free = _closed(found, [step for step in found.steps if step.stage is None], wanted)
     return sorted([*own, *free], key=lambda step: step.begin)
 
 
-def _closed(found: Recorded, free: list[Step], wanted: set[int]) -> list[Step]:
+def _closed(found: RecordedCall, free: list[StageStep], wanted: set[int]) -> list[StageStep]:
     """Those of some steps that are needed to make values, and to write into what these share their memory with."""
     values = found.graph.values
     wanted, memory = set(wanted), {values[value].storage for value in wanted}
@@ -142,7 +142,7 @@ Instruction = Callable[[dict[int, Any]], None]
 class _Writer:
     """Makes instructions of steps."""
 
-    def __init__(self, found: Recorded, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, found: RecordedCall, model: nn.Module, device: torch.device) -> None:
         self.found, self.device = found, device
         self.modules = dict(model.named_modules(remove_duplicate=False))
 
@@ -168,19 +168,19 @@ class _Writer:
         tensors = {ref.value: self.made(ref, blank) for ref in refs}
         return lambda values: fill_refs(item, {value: part(values) for value, part in tensors.items()})
 
-    def instruction(self, step: Step) -> Instruction:
+    def instruction(self, step: StageStep) -> Instruction:
         """Carry out a step with gradients and autocast as they were when it was recorded."""
-        tape = self.found.tape
+        call_log = self.found.call_log
         if step.op is not None:
-            run, grad, autocast = self.op(step.op), tape.op_grad[step.op.index], tape.op_autocast[step.op.index]
+            run, grad, autocast = self.op(step.op), call_log.op_grad[step.op.index], call_log.op_autocast[step.op.index]
         elif step.call is not None:
             run, grad, autocast = self.call(step), step.call.grad, step.call.autocast
         else:
             assert step.reading is not None
-            run, grad, autocast = self.check(step.reading), False, tape.calls[0].autocast
-        if grad != tape.grad:
+            run, grad, autocast = self.check(step.reading), False, call_log.calls[0].autocast
+        if grad != call_log.grad:
             run = torch.set_grad_enabled(grad)(run)
-        if autocast != tape.calls[0].autocast:
+        if autocast != call_log.calls[0].autocast:
             run = torch.autocast(self.device.type, enabled=autocast)(run)
         return run
 
@@ -208,7 +208,7 @@ class _Writer:
 
         return run
 
-    def call(self, step: Step) -> Instruction:
+    def call(self, step: StageStep) -> Instruction:
         """Call a module, or a function with a backward of its own."""
         call = step.call
         assert call is not None
@@ -248,7 +248,7 @@ def fill_refs(template: Any, tensors: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _write(
-    found: Recorded, steps: list[Step], received: tuple[int, ...], sent: tuple[int, ...], model: nn.Module,
+    found: RecordedCall, steps: list[StageStep], received: tuple[int, ...], sent: tuple[int, ...], model: nn.Module,
     device: torch.device,
 ) -> Program:  # fmt: skip
     writer = _Writer(found, model, device)
@@ -270,7 +270,7 @@ def _write(
 
 
 def _bindings(
-    writer: _Writer, steps: list[Step], received: tuple[int, ...], sent: tuple[int, ...]
+    writer: _Writer, steps: list[StageStep], received: tuple[int, ...], sent: tuple[int, ...]
 ) -> list[tuple[int, Callable[[tuple[torch.Tensor, ...]], torch.Tensor]]]:
     """(value, how it is found at the start of a run) of what steps find: inputs, parameters, buffers, constants."""
     graph = writer.found.graph
@@ -299,7 +299,7 @@ def _bindings(
     return [(value, found(value)) for value in sorted(needed)]
 
 
-def _last_uses(steps: list[Step], sent: tuple[int, ...]) -> dict[int, int]:
+def _last_uses(steps: list[StageStep], sent: tuple[int, ...]) -> dict[int, int]:
     """Value -> the step after which nobody needs it."""
     last: dict[int, int] = {}
     for place, step in enumerate(steps):
@@ -318,7 +318,7 @@ def same_reading(before: Any, now: Any) -> bool:
 class _Taker:
     """Takes the tensors that a call made out of what it returned, and checks that they are as when it was recorded."""
 
-    def __init__(self, found: Recorded, call: TapedCall, makes: tuple[int, ...]) -> None:
+    def __init__(self, found: RecordedCall, call: LoggedCall, makes: tuple[int, ...]) -> None:
         paths = {leaf.value: path for path, leaf in reversed([*leaves_in(call.output)]) if isinstance(leaf, Ref)}
         rows = [(value, found.graph.values[value]) for value in makes]
         self.wanted = [(paths[value], torch.Size(row.shape), row.dtype) for value, row in rows]

@@ -13,13 +13,13 @@ from torch import nn
 
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.nested import tensors_in
-from autoshard.pipelines.engine import Engine
+from autoshard.pipelines.engine import PipelineEngine
 from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.plan.batching import BatchAxis
-from autoshard.runtime.agreement import Mark, agree, agree_in_step, differ, digest_of_inputs
-from autoshard.runtime.chunks import Part, split, split_rows
+from autoshard.runtime.agreement import RankState, agree, agree_in_step, differ, digest_of_inputs
+from autoshard.runtime.chunks import BatchPart, split, split_rows
 from autoshard.runtime.clipping import check_scaled, note_norm, refuse_scaled_losses, scaled_by, watch_staged_norms
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
@@ -37,7 +37,7 @@ class RankSchedule:
             raise ApplyError("no pipeline over processes is applied to this model. Call autoshard.apply first.")
         self._model, self._record = weakref.ref(model), record
         self.loss, self.reduction = loss, reduction
-        self._engines: dict[tuple, tuple[list[Prepared], Engine]] = {}
+        self._engines: dict[tuple, tuple[list[Prepared], PipelineEngine]] = {}
         self._sums: list[Sum] = []
         self._steps = 0
 
@@ -67,7 +67,7 @@ class RankSchedule:
     ) -> Any:
         model, record = self._applied(), self._record
         batch, count = record.plan.batch, record.plan.num_microbatches
-        parts: list[Part] = []
+        parts: list[BatchPart] = []
         targets: list[Any] = []
         problem: Exception | None = None
         try:
@@ -82,7 +82,7 @@ class RankSchedule:
             elif training or count > 1:
                 raise PlanError('the plan does not say how the batch is divided. Plan with strategy="pipeline".')
             else:
-                parts, targets = [Part(args=args, kwargs=kwargs, rows=1, labels={})], [target]
+                parts, targets = [BatchPart(args=args, kwargs=kwargs, rows=1, labels={})], [target]
         except Exception as found:
             problem = found
         ways, engine = self._ready(model, parts, training, problem)
@@ -107,7 +107,7 @@ class RankSchedule:
             raise ApplyError("the plan of this schedule is no longer applied. Make a schedule after autoshard.apply.")
         return model
 
-    def _train(self, engine: Engine, ways: list[Prepared], inputs: list, finish: Finish) -> Any:
+    def _train(self, engine: PipelineEngine, ways: list[Prepared], inputs: list, finish: Finish) -> Any:
         """Run all forwards and backwards, and sum gradients over those who share parameters; returns the output."""
         model = self._applied()
         cuts = cut_record(model)
@@ -136,15 +136,15 @@ class RankSchedule:
         return output
 
     def _ready(
-        self, model: nn.Module, parts: Sequence[Part], training: bool, error: Exception | None
-    ) -> tuple[list[Prepared], Engine]:
+        self, model: nn.Module, parts: Sequence[BatchPart], training: bool, error: Exception | None
+    ) -> tuple[list[Prepared], PipelineEngine]:
         """The way that each part goes, and the schedule for parts of this shape; `error`: why this rank can't go on.
 
         What is new is recorded, by all ranks together: they look at the same values.
         """
         record = self._record
         known: list[Prepared] = []
-        engine: Engine | None = None
+        engine: PipelineEngine | None = None
         ways: list[Prepared] = []
         fresh = 0
         try:
@@ -161,7 +161,7 @@ class RankSchedule:
                     check_alike(known, way)
                     known.append(way)
                 ways.append(way)
-            engine = engine or Engine(model, record, known[0], training=training)
+            engine = engine or PipelineEngine(model, record, known[0], training=training)
         except Exception as found:
             error = found
         try:
@@ -173,7 +173,7 @@ class RankSchedule:
             raise (error or lost) from lost
         check_scaled(factors)
         if news:
-            agree(record.across, Mark(inputs=str(digest)), error)
+            agree(record.across, RankState(inputs=str(digest)), error)
             adopt_held(model, record, known[0].held)
             self._sums = find_sums(model, record)
             key = (*shape_key(parts[0], model, record), training)  # again: a forward may count its calls
@@ -182,7 +182,7 @@ class RankSchedule:
         return ways, engine
 
     def _factors(
-        self, prepared: Prepared, batch: BatchAxis | None, parts: Sequence[Part], targets: list, training: bool
+        self, prepared: Prepared, batch: BatchAxis | None, parts: Sequence[BatchPart], targets: list, training: bool
     ) -> list[float]:
         """What the loss of each part is multiplied with, so that they add up to that of the whole batch."""
         if not training or batch is None:
@@ -225,7 +225,7 @@ def _check_values(args: tuple, kwargs: dict[str, Any]) -> None:
             )
 
 
-def _check_equal(parts: Sequence[Part]) -> None:
+def _check_equal(parts: Sequence[BatchPart]) -> None:
     if len({part.rows for part in parts}) > 1:
         raise PlanError(
             f"a batch of {sum(part.rows for part in parts)} rows can't be divided into {len(parts)} equal parts, which "

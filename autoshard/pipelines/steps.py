@@ -23,9 +23,9 @@ import torch
 import torch.fx
 from torch import nn
 
+from autoshard.capture.call_log import CallLog, LoggedCall, Reading, Ref
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.capture.stages import Staged, draws, free_storages
-from autoshard.capture.tape import Reading, Ref, Tape, TapedCall
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in
 
@@ -38,7 +38,7 @@ PLAIN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class StageStep:
     """One thing that a stage does: a `call` of a module or function, an `op`, or to check a `reading`.
 
     `stage` is None for what depends on no parameter: every stage does it for itself. `reads` and `makes` are values.
@@ -52,13 +52,13 @@ class Step:
     makes: tuple[int, ...]
     writes: frozenset[int] = frozenset()
     blank: frozenset[int] = frozenset()
-    call: TapedCall | None = None
+    call: LoggedCall | None = None
     op: Op | None = None
     reading: Reading | None = None
 
 
 @dataclass(slots=True, kw_only=True)
-class Recorded:
+class RecordedCall:
     """A forward that was recorded and divided into steps.
 
     Attributes:
@@ -67,27 +67,27 @@ class Recorded:
     """
 
     graph: ModelGraph
-    tape: Tape
+    call_log: CallLog
     staged: Staged
     free: frozenset[int]
     node_value: dict[torch.fx.Node, int]
-    steps: list[Step] = field(default_factory=list)
+    steps: list[StageStep] = field(default_factory=list)
 
 
-def find_steps(graph: ModelGraph, tape: Tape, staged: Staged) -> Recorded:
+def find_steps(graph: ModelGraph, call_log: CallLog, staged: Staged) -> RecordedCall:
     """Divide a recorded forward into steps.
 
     Raises `PlanError` for what can't be run in stages: values that decide on the way, and writes across stages.
     """
     free = free_storages(graph)
-    found = Recorded(graph=graph, tape=tape, staged=staged, free=free, node_value=_node_values(graph))
+    found = RecordedCall(graph=graph, call_log=call_log, staged=staged, free=free, node_value=_node_values(graph))
     _check_writes(found)
-    found.steps = _with_blanks(_bound(_Division(found).steps(), found))
+    found.steps = _with_blanks(_bound(_StepDivision(found).steps(), found))
     found.steps = sorted([*found.steps, *_checks(found)], key=lambda step: step.begin)
     return found
 
 
-def is_inside(reading: Reading, found: Recorded) -> bool:
+def is_inside(reading: Reading, found: RecordedCall) -> bool:
     """Whether something was read inside of a call that is taken whole."""
     rows = {step.call.row for step in found.steps if step.call is not None and step.call.function is None}
     row = reading.row
@@ -100,17 +100,17 @@ def is_inside(reading: Reading, found: Recorded) -> bool:
     )
 
 
-def _checks(found: Recorded) -> Iterator[Step]:
+def _checks(found: RecordedCall) -> Iterator[StageStep]:
     """Steps that check what Python read out of tensors that not every stage has; of the others see `write_readings`."""
     maker = {value: step.stage for step in found.steps for value in step.makes}
-    for reading in found.tape.readings:
+    for reading in found.call_log.readings:
         values = _values(reading.args)
         if reading.function is None or is_inside(reading, found):
             continue
         if all(found.graph.values[value].storage in found.free for value in values):
             continue
         stages = [stage for value in values if (stage := maker.get(value)) is not None]
-        yield Step(
+        yield StageStep(
             begin=reading.begin,
             end=reading.begin,
             stage=max(stages, default=0),
@@ -120,11 +120,11 @@ def _checks(found: Recorded) -> Iterator[Step]:
         )
 
 
-def _bound(steps: list[Step], found: Recorded) -> list[Step]:
+def _bound(steps: list[StageStep], found: RecordedCall) -> list[StageStep]:
     """Give a stage to steps that depend on no parameter but use what a call made that is taken whole on one stage."""
     values = found.graph.values
     memory: set[int] = set()  # made or written by steps that have a stage
-    made: list[Step] = []
+    made: list[StageStep] = []
     for step in steps:
         touched = {values[value].storage for value in (*step.reads, *step.makes) if value not in step.blank}
         if step.stage is None and (touched | step.writes) & memory:
@@ -135,14 +135,14 @@ def _bound(steps: list[Step], found: Recorded) -> list[Step]:
     return made
 
 
-def _with_blanks(steps: list[Step]) -> list[Step]:
+def _with_blanks(steps: list[StageStep]) -> list[StageStep]:
     """Sort out which values calls are given without reading them: only those at hand are passed on.
 
     A rotary embedding wants to know the dtype and the device of the hidden states, which needs none of their values.
     """
     maker = {value: step.stage for step in steps for value in step.makes}
 
-    def at_hand(value: int, step: Step) -> bool:
+    def at_hand(value: int, step: StageStep) -> bool:
         return maker.get(value) is None or maker[value] == step.stage
 
     return [
@@ -155,7 +155,7 @@ def _with_blanks(steps: list[Step]) -> list[Step]:
     ]
 
 
-def _check_writes(found: Recorded) -> None:
+def _check_writes(found: RecordedCall) -> None:
     """Refuse writes into what another stage made, but for what every stage makes for itself."""
     graph, stages = found.graph, found.staged.op_stage
     for op in graph.ops:
@@ -193,10 +193,10 @@ def item_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
     return sorted(items, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
 
 
-class _Division:
+class _StepDivision:
     """Walks the tree of calls from the root and decides which are taken whole."""
 
-    def __init__(self, found: Recorded) -> None:
+    def __init__(self, found: RecordedCall) -> None:
         self.found, self.graph = found, found.graph
         graph = found.graph
         self.last_read = [-1] * len(graph.values)  # the last op, or len(ops) for the caller of the model
@@ -206,20 +206,20 @@ class _Division:
         for value in graph.outputs:
             self.last_read[value] = len(graph.ops)
         self.handed: dict[int, int] = {}  # value -> begin of the last call that is given it
-        for call in (*found.tape.calls.values(), *found.tape.functions):
+        for call in (*found.call_log.calls.values(), *found.call_log.functions):
             for value in _values(call.args, call.kwargs):
                 self.handed[value] = max(call.begin, self.handed.get(value, -1))
-        self.inner: dict[int, list[TapedCall]] = {}
-        for row, call in found.tape.calls.items():
+        self.inner: dict[int, list[LoggedCall]] = {}
+        for row, call in found.call_log.calls.items():
             self.inner.setdefault(graph.calls[row].parent, []).append(call)
-        for call in found.tape.functions:
+        for call in found.call_log.functions:
             self.inner.setdefault(call.row, []).append(call)
 
-    def steps(self) -> list[Step]:
-        root = next(row for row, call in self.found.tape.calls.items() if not call.path)
-        return list(self._inside(self.found.tape.calls[root], root))
+    def steps(self) -> list[StageStep]:
+        root = next(row for row, call in self.found.call_log.calls.items() if not call.path)
+        return list(self._inside(self.found.call_log.calls[root], root))
 
-    def _inside(self, around: TapedCall, row: int) -> Iterator[Step]:
+    def _inside(self, around: LoggedCall, row: int) -> Iterator[StageStep]:
         at = around.begin
         for call in sorted(self.inner.get(row, []), key=lambda one: (one.begin, -one.end)):
             if call.end <= call.begin or call.begin < at:  # it ran nothing, or is part of the one before
@@ -239,10 +239,10 @@ class _Division:
             at = call.end
         yield from self._ops(at, around.end)
 
-    def _ops(self, begin: int, end: int) -> Iterator[Step]:
+    def _ops(self, begin: int, end: int) -> Iterator[StageStep]:
         graph, found = self.graph, self.found
         for op in graph.ops[begin:end]:
-            yield Step(
+            yield StageStep(
                 begin=op.index,
                 end=op.index + 1,
                 stage=None if self._is_free(op) else found.staged.op_stage[op.index],
@@ -256,7 +256,7 @@ class _Division:
         touched = {self.graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}
         return touched <= self.found.free and not draws(op)
 
-    def _whole(self, call: TapedCall) -> Step | None:
+    def _whole(self, call: LoggedCall) -> StageStep | None:
         """The step that a call is, if it can be taken whole."""
         graph, found = self.graph, self.found
         ops = graph.ops[call.begin : call.end]
@@ -280,7 +280,7 @@ class _Division:
                     if early or value not in returned:
                         return None
         made = [value for value in dict.fromkeys(_values(call.output)) if graph.values[value].op >= call.begin]
-        return Step(
+        return StageStep(
             begin=call.begin,
             end=call.end,
             stage=stage,
@@ -291,15 +291,15 @@ class _Division:
             call=call,
         )
 
-    def _touched(self, call: TapedCall, ops: Sequence[Op]) -> set[int]:
+    def _touched(self, call: LoggedCall, ops: Sequence[Op]) -> set[int]:
         """The values that a call does something with."""
         read = {value for op in ops for value in op.inputs}
-        for reading in self.found.tape.readings:
+        for reading in self.found.call_log.readings:
             if call.begin <= reading.begin <= call.end:
                 read.update(_values(reading.args))
         return read
 
-    def _own(self, value: int, call: TapedCall) -> bool:
+    def _own(self, value: int, call: LoggedCall) -> bool:
         """Whether a call has a value without being given it: a parameter, a buffer, or a constant it made itself."""
         storage = self.graph.storages[self.graph.values[value].storage]
         if storage.kind == "constant":

@@ -11,7 +11,7 @@ from torch.distributed.pipelining import PipelineStage
 from autoshard.runtime.sharded_stages import average_with
 
 
-class Stage(PipelineStage):
+class TorchStage(PipelineStage):
     """A stage that lets fully_shard average gradients in its last backward, as torch does for one that is all its."""
 
     def backward_one_chunk(

@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.report.explanation import Alternative, Explanation
+from autoshard.report.explanation import Explanation, OtherDevice
 from autoshard.report.layout import INDENT, Column, print_section, print_table
 from autoshard.report.words import print_item
 
@@ -31,7 +31,7 @@ def print_explanation(console: Console, found: Explanation) -> None:
     print_table(console, columns, rows, INDENT)
 
 
-def _row(one: Alternative, found: Explanation) -> list[str | Text]:
+def _row(one: OtherDevice, found: Explanation) -> list[str | Text]:
     assert found.chosen is not None
     value = f"{one.value:.1%}" if found.unit.startswith("share") else format_seconds(one.value)
     change = "" if one is found.chosen or not found.chosen.value else f"{one.value / found.chosen.value - 1:+.1%}"

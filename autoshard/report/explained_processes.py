@@ -5,7 +5,7 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, RankEstimate
 from autoshard.errors import SpecError
 from autoshard.plan import Plan
-from autoshard.report.explanation import Alternative, Explanation
+from autoshard.report.explanation import Explanation, OtherDevice
 from autoshard.report.terminal import as_sentence
 from autoshard.search.study import Study
 
@@ -32,7 +32,7 @@ def explain_study(study: Study, subject: str = "") -> Explanation:
             f"{plan.devices[-1].name}. Modules: {', '.join(modules[:5])}…"
         )
     rows = [
-        Alternative(
+        OtherDevice(
             title=row.mesh, value=row.seconds, lacking_bytes=0, latency_seconds=row.seconds, peak_bytes=row.peak_bytes
         )
         for row in study.rows

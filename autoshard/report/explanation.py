@@ -21,7 +21,7 @@ MOST_ALTERNATIVES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class OtherDevice:
     """Another choice with everything else as it is. `value`: of the plan's objective, in `Explanation.unit`.
 
     `lacking_bytes`: what the fullest device lacks, 0 if all fits.
@@ -42,8 +42,8 @@ class Explanation:
     kind: str
     sentences: tuple[str, ...]
     unit: str
-    chosen: Alternative | None = None
-    alternatives: tuple[Alternative, ...] = ()
+    chosen: OtherDevice | None = None
+    alternatives: tuple[OtherDevice, ...] = ()
 
     def __str__(self) -> str:
         lines = [self.subject or "the whole model", *(f"  {sentence}" for sentence in self.sentences)]
@@ -51,7 +51,7 @@ class Explanation:
         return "\n".join([*lines, *(f"  - {row.title}: {_figure(row, self.unit)}" for row in rows)])
 
 
-def _figure(one: Alternative, unit: str) -> str:
+def _figure(one: OtherDevice, unit: str) -> str:
     value = f"{one.value:.1%}" if unit.startswith("share") else format_seconds(one.value)
     lacks = f", {format_bytes(one.lacking_bytes)} too little memory" if one.lacking_bytes else ""
     return f"{value}, the fullest device has {format_bytes(one.peak_bytes)} at its peak{lacks}"
@@ -83,13 +83,13 @@ def _price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     return price(plan, profile, cluster, lower_bound_seconds=0.0)  # bounds are not shown here
 
 
-def _alternative(title: str, plan: Plan, figures: Estimate) -> Alternative:
+def _alternative(title: str, plan: Plan, figures: Estimate) -> OtherDevice:
     fullest = figures.fullest
     value = {
         "memory": fullest.peak_bytes / max(fullest.memory_bytes, 1),
         "throughput": figures.bottleneck_seconds,
     }.get(plan.objective, figures.latency_seconds)
-    return Alternative(
+    return OtherDevice(
         title=title,
         value=value,
         lacking_bytes=max(0, *(-device.free_bytes for device in figures.devices)),
@@ -104,7 +104,7 @@ def _unit(plan: Plan) -> str:
     )
 
 
-def _sorted(found: list[Alternative]) -> tuple[Alternative, ...]:
+def _sorted(found: list[OtherDevice]) -> tuple[OtherDevice, ...]:
     return tuple(sorted(found, key=lambda one: (one.lacking_bytes > 0, one.value, one.title))[:MOST_ALTERNATIVES])
 
 
@@ -133,7 +133,7 @@ def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str)
     sentences += _crossing(figures, subject)
     if figures.pipelining is not None:
         sentences += _stage_sentences(plan, figures.pipelining, [*placed])
-    found: list[Alternative] = []
+    found: list[OtherDevice] = []
     # What a mesh places is bound by its stages; streaming is planned as a whole: moving one module says nothing true.
     if plan.mesh is None and not plan.streamed:
         for name in (device.name for device in cluster.devices if device.name != "disk"):
@@ -261,7 +261,7 @@ def _crossing(figures: Estimate, subject: str) -> Iterator[str]:
             yield f"{format_bytes(nbytes)} {words} in a pass ({format_seconds(seconds)})."
 
 
-def _verdict(chosen: Alternative, found: list[Alternative], plan: Plan) -> Iterator[str]:
+def _verdict(chosen: OtherDevice, found: list[OtherDevice], plan: Plan) -> Iterator[str]:
     if not found:
         return
     fitting = [one for one in found if not one.lacking_bytes]
@@ -291,7 +291,7 @@ def _cut_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str) ->
     cuts = [cut for cut in plan.cuts if _touches(cut, subject)]
     size = format_bytes(_size(profile, subject))
     sentences = [f"{subject or 'the model'} ({size}) is on every rank{', cut' if cuts else ''}."]
-    found: list[Alternative] = []
+    found: list[OtherDevice] = []
     for cut in cuts:
         sentences.append(_cut_sentence(cut, subject))
     for row in plan.whole:

@@ -30,7 +30,7 @@ _COMPARED_BYTES = 64 << 10  # integers up to this size are compared between rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class RankState:
     """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators.
 
     `process`: which one it is; it may well differ. `token`: of rank 0, see `Peers`.
@@ -46,9 +46,9 @@ class Mark:
     token: str = ""
 
 
-def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> Mark:
+def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> RankState:
     """Describe what this process is about to run; `device`: where it computes, if that is known."""
-    return Mark(
+    return RankState(
         plan=hashlib.sha256(repr(tuple(cuts)).encode()).hexdigest(),
         model=fingerprint(model),
         weights=_sampled(model),
@@ -85,14 +85,14 @@ def set_random_states(states: Sequence[torch.Tensor], device: torch.device | Non
         own.set_rng_state(others[0], device)
 
 
-def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torch.device | None = None) -> None:
+def agree(ranks: Ranks, mark: RankState, error: Exception | None = None, device: torch.device | None = None) -> None:
     """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
 
     Afterwards all ranks draw the random numbers that rank 0 does: what is replicated must be dropped alike, and
     sampled alike.
     """
     if isinstance(ranks, ProcessRanks):
-        mark = Mark(error=str(error) or type(error).__name__) if error is not None else mark
+        mark = RankState(error=str(error) or type(error).__name__) if error is not None else mark
         first = ranks.rank == 0
         mark = replace(
             mark, process=this_process(), random=mark.random if first else (), token=uuid.uuid4().hex if first else ""
@@ -101,7 +101,7 @@ def agree(ranks: Ranks, mark: Mark, error: Exception | None = None, device: torc
             words = meet(ranks, pickle.dumps(mark), error is not None)
         except RankError as problem:
             raise (error or problem) from problem
-        marks: dict[int, Mark] = {rank: pickle.loads(word) for rank, word in sorted(words.items())}
+        marks: dict[int, RankState] = {rank: pickle.loads(word) for rank, word in sorted(words.items())}
         if error is None:
             _decide(ranks, marks, device)
     if error is not None:
@@ -116,10 +116,10 @@ def together(ranks: Ranks) -> Iterator[None]:
         yield
     except Exception as found:
         error = found
-    agree(ranks, Mark(), error)
+    agree(ranks, RankState(), error)
 
 
-def _decide(ranks: ProcessRanks, marks: Mapping[int, Mark], device: torch.device | None) -> None:
+def _decide(ranks: ProcessRanks, marks: Mapping[int, RankState], device: torch.device | None) -> None:
     """Raise `RankError` for what stands against going on; else go on with the random numbers of rank 0."""
     members = ranks.members
     failed = next((rank for rank, mark in marks.items() if mark.error), None)
@@ -163,10 +163,10 @@ def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -
     except RankError as problem:
         raise (error or problem) from problem
     if failed:
-        agree(ranks, Mark(), error)
+        agree(ranks, RankState(), error)
 
 
-def _compared(marks: Sequence[Mark], members: Sequence[int]) -> str:
+def _compared(marks: Sequence[RankState], members: Sequence[int]) -> str:
     """What differs between the ranks; nothing: ""."""
     for what, remedy in (
         (

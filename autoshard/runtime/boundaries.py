@@ -16,7 +16,7 @@ from autoshard.common.module_paths import above, is_below, is_container, parent
 from autoshard.plan.placement import resolve_homes
 from autoshard.runtime.around import surround, take_off
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device, send
-from autoshard.runtime.hooks import Guard, Hook, RootHook
+from autoshard.runtime.hooks import CallGuard, Hook, RootHook
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.recompute import hook_recompute
 from autoshard.runtime.replicas import Scatter, check_replicable
@@ -88,13 +88,13 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
         if path not in moving | aligned:
             continue
         uniform = path in device and path not in homes.mixed
-        guard = Guard(
+        guard = CallGuard(
             current=device[path] if path in moving and is_accelerator(device[path]) else None,
             watched=path in aligned,
             target=device[path] if uniform else None,
             writes_back=path in writing or path == "",
         )
-        needed = path == "" or guard != Guard(target=guard.target)
+        needed = path == "" or guard != CallGuard(target=guard.target)
         found[path] = (Hook if path else RootHook)(
             runtime, path, device[path] if path in moving else None, guard if needed else None, path in homes.mixed
         )

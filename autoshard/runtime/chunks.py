@@ -37,7 +37,7 @@ AS_CALLED = "Plan with the inputs that the model is called with: inputs=."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class BatchPart:
     """The call of the model on some rows of the batch.
 
     `labels`: path of an input -> how many elements of it count in this part, for outputs that are weighted by them.
@@ -133,7 +133,7 @@ def plain_arguments(model: nn.Module, bound: Mapping[str, Any]) -> tuple[str, ..
 
 def split(
     batch: BatchAxis, model: nn.Module, args: tuple, kwargs: Mapping[str, Any], parts: int | Sequence[int]
-) -> list[Part]:
+) -> list[BatchPart]:
     """Divide a call into calls on parts of the batch.
 
     `parts`: how many, as alike as they go and the first ones larger (10 rows in 4: 3, 3, 2, 2), or the rows of each.
@@ -166,11 +166,11 @@ def split(
         own_args, own_kwargs = call(own)
         weighted = [one for one in batch.outputs if one.how == "weighted" and tensor_at(own, one.weights) is not None]
         labels = {one.weights: _labels(own, one) for one in weighted}
-        made.append(Part(args=own_args, kwargs=own_kwargs, rows=count, labels=labels))
+        made.append(BatchPart(args=own_args, kwargs=own_kwargs, rows=count, labels=labels))
     return made
 
 
-def split_rows(value: Any, parts: Sequence[Part], what: str) -> list[Any]:
+def split_rows(value: Any, parts: Sequence[BatchPart], what: str) -> list[Any]:
     """Divide the tensors in a nested value along their first dimension, as the rows of the parts are.
 
     Raises `PlanError` unless their first size is a multiple of the rows in all. `what` names the value.

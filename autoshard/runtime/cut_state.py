@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.errors import RankError
 from autoshard.plan.sharding import Cut
-from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.moves import named_tensors
@@ -65,7 +65,7 @@ def whole_shape(value: torch.Tensor, name: str, record: CutRecord | None) -> tup
 def _meet(ranks: Ranks) -> None:
     """Raise `RankError` unless all ranks ask for the whole state; the first exchange would only say that it waited."""
     try:
-        agree(ranks, Mark(plan="state_dict"))
+        agree(ranks, RankState(plan="state_dict"))
     except RankError as error:
         raise RankError(
             f"{error} state_dict() of a model that is cut over processes puts every tensor together: call it on all "
@@ -73,7 +73,7 @@ def _meet(ranks: Ranks) -> None:
         ) from error
 
 
-class Whole:
+class WholeState:
     """Hooks of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading takes them.
 
     With `keep_vars=True` it has the parameters themselves, which are parts; nobody else is asked then.

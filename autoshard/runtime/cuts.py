@@ -20,10 +20,10 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.sharding import Cut, Results, Scale
 from autoshard.runtime.actions import Forget, Hidden, Memo, Step, check, install
-from autoshard.runtime.agreement import Mark, agree, mark_of, together
+from autoshard.runtime.agreement import RankState, agree, mark_of, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
-from autoshard.runtime.cut_state import CutRecord, Whole
+from autoshard.runtime.cut_state import CutRecord, WholeState
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.function_calls import leave_interrupted
@@ -79,13 +79,13 @@ def apply_cuts(
     model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
     """
     ready: _Ready | None = None
-    mark, error = Mark(), problem
+    mark, error = RankState(), problem
     target = None if device is None else torch.device(device)
     try:
         if problem is None:
             ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None, absent)
             ready.record.home = target
-            mark = Mark() if shapes_only else mark_of(model, ready.record.cuts, target)
+            mark = RankState() if shapes_only else mark_of(model, ready.record.cuts, target)
     except Exception as found:
         error = found
     agree(ranks, mark, error, target)
@@ -266,7 +266,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(Leave(), always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
-        whole = Whole(ready.record)
+        whole = WholeState(ready.record)
         handles.append(model.register_state_dict_post_hook(whole))
         handles.append(model.register_load_state_dict_pre_hook(whole.divide))
     sum_gradients(model, ready.record.partial, ready.record.ranks)

@@ -18,7 +18,7 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, random_states, set_random_states, together
+from autoshard.runtime.agreement import RankState, agree, digest_of, mark_of, random_states, set_random_states, together
 from autoshard.runtime.around import take_off
 from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks
@@ -77,7 +77,7 @@ def apply_replicas(
     on meta, of which a rank has only its shards. Raises `PlanError`, `ApplyError`, or `RankError` if ranks don't agree;
     the model is then as it was.
     """
-    mark, error = Mark(), problem
+    mark, error = RankState(), problem
     tensors = named_tensors(model)
     originals = {name: tensor.device for name, tensor in tensors.items()}
     mesh = plan.mesh
@@ -104,7 +104,7 @@ def apply_replicas(
         _withdraw(model, record)
         raise
     if not shards(plan):
-        record.handles.append(model.register_forward_pre_hook(Marked(record, None), with_kwargs=True))
+        record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, None), with_kwargs=True))
     return model
 
 
@@ -171,7 +171,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         end_groups(record.made)
         raise
     forget_whole(record.replaced)
-    record.handles.append(model.register_forward_pre_hook(Marked(record, known), with_kwargs=True))
+    record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
     if len(set(mesh.shares)) > 1:
         weigh = functools.partial(_weigh, record, sharing.weight)
         record.handles.append(model.register_forward_pre_hook(weigh, with_kwargs=True))
@@ -199,7 +199,7 @@ def check_replicas(model: nn.Module, plan: Plan, filled: bool = False) -> None:
 def replica_record(model: nn.Module) -> ReplicaRecord | None:
     """What of replicas over processes was applied to a model, None if nothing was."""
     hooks = torch_private.forward_pre_hooks(model)
-    return next((hook.record for hook in hooks if isinstance(hook, Marked)), None)
+    return next((hook.record for hook in hooks if isinstance(hook, ReplicaHook)), None)
 
 
 def remove_replicas(model: nn.Module) -> nn.Module:
@@ -237,7 +237,7 @@ def _give_gradients(model: nn.Module, record: ReplicaRecord) -> None:
             one.grad = torch.zeros_like(one)
 
 
-class Marked:
+class ReplicaHook:
     """The hook on the root of a replica that holds the record. `known`: names of parameters at apply, None for answers.
 
     It refuses to train parameters whose gradients nobody would average.

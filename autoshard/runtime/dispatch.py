@@ -10,7 +10,7 @@ from torch import nn
 from autoshard.errors import ApplyError, PlanError, first_line
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
-from autoshard.runtime.agreement import Mark, agree
+from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
@@ -75,7 +75,7 @@ def _clear(
     ranks = ProcessRanks.of()
     device, problem = own_place(plan, ranks, problem)
     if is_applied(model):
-        agree(ranks, Mark(), problem)  # all ranks remove, or none
+        agree(ranks, RankState(), problem)  # all ranks remove, or none
         remove(model)
     return ranks, device, problem
 

@@ -1,7 +1,7 @@
 """What runs at the boundaries of an applied model, around the forward of each placement root.
 
     Hook        moves a module's direct tensor arguments to its home; all that most modules have
-    Hook+Guard  also: current device, watched ops, copies to write back, which is taken down again after the call
+    Hook+CallGuard  also: current device, watched ops, copies to write back, which is taken down again after the call
     RootHook    that of the root; also: was the model moved since?
 
 A run begins with the outermost call: of the root, or, from code around the forward (a `generate` that calls parts of
@@ -42,7 +42,7 @@ def _holds_tensor(values: tuple) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Guard:
+class CallGuard:
     """What a module needs besides its arguments while it runs.
 
     Attributes:
@@ -69,7 +69,12 @@ class Hook:
     __slots__ = ("guard", "home", "mixed", "path", "runtime")
 
     def __init__(
-        self, runtime: Runtime, path: str, home: torch.device | None, guard: Guard | None = None, mixed: bool = False
+        self,
+        runtime: Runtime,
+        path: str,
+        home: torch.device | None,
+        guard: CallGuard | None = None,
+        mixed: bool = False,
     ) -> None:
         self.mixed = mixed
         self.runtime = runtime
@@ -106,8 +111,8 @@ class Hook:
             if self.home is not None:
                 args, kwargs = self.moved(args, moved), {key: self.moved(value, moved) for key, value in kwargs.items()}
                 if self.holds_foreign(values) and not (self.guard and self.guard.watched):
-                    self.guard = replace(self.guard or Guard(), watched=True, target=self.home)
-            guard = replace(self.guard or Guard(), writes_back=True) if outermost else self.guard
+                    self.guard = replace(self.guard or CallGuard(), watched=True, target=self.home)
+            guard = replace(self.guard or CallGuard(), writes_back=True) if outermost else self.guard
             if guard is None:
                 return forward(*args, **kwargs)
             device = _device_of_caller(values) if outermost else None
@@ -160,7 +165,7 @@ class Hook:
                 return True
         return False
 
-    def set_up(self, guard: Guard, around: contextlib.ExitStack) -> None:
+    def set_up(self, guard: CallGuard, around: contextlib.ExitStack) -> None:
         """Set up the guard for a call; `around` takes it down again."""
         if guard.current is not None:
             around.enter_context(current(guard.current))

@@ -14,7 +14,7 @@ import torch
 from autoshard.errors import PlanError, SpecError
 from autoshard.nested import map_tensors, replace_at, tensors_in
 from autoshard.plan.batching import BatchAxis
-from autoshard.runtime.chunks import Part, piece_of
+from autoshard.runtime.chunks import BatchPart, piece_of
 from autoshard.runtime.merging import merge, part_weights
 
 Loss = Callable[..., torch.Tensor]
@@ -32,7 +32,7 @@ def check_arguments(loss: Loss | None, reduction: Reduction) -> None:
         )
 
 
-def factors_of(reduction: Reduction, parts: Sequence[Part], targets: Sequence[Any]) -> list[float]:
+def factors_of(reduction: Reduction, parts: Sequence[BatchPart], targets: Sequence[Any]) -> list[float]:
     """What the loss of each part is multiplied with, for a loss function that reduces so."""
     if reduction == "sum":
         return [1.0] * len(parts)
@@ -58,7 +58,7 @@ def own_loss(output: Any) -> tuple[str, torch.Tensor]:
     return (named or found)[0]
 
 
-def own_factors(batch: BatchAxis, path: str, parts: Sequence[Part]) -> list[float]:
+def own_factors(batch: BatchAxis, path: str, parts: Sequence[BatchPart]) -> list[float]:
     """What the model's own loss of each part is multiplied with. Raises `PlanError` where the plan doesn't know it."""
     how = next((one for one in batch.outputs if one.path == path), None)
     if how is None or how.how == "cat":
@@ -69,14 +69,14 @@ def own_factors(batch: BatchAxis, path: str, parts: Sequence[Part]) -> list[floa
     return part_weights(replace(how, how="mean") if how.how == "same" else how, parts)
 
 
-def sample(batch: BatchAxis, output: Any, part: Part, step: int) -> Any:
+def sample(batch: BatchAxis, output: Any, part: BatchPart, step: int) -> Any:
     """The output of a part for one of its rows, another one in every step."""
     return _row(batch, output, part, step % part.rows)
 
 
 def check_reduction(
     batch: BatchAxis, loss: Loss, reduction: Reduction, samples: Sequence[Any], targets: Sequence[Any],
-    parts: Sequence[Part], step: int,
+    parts: Sequence[BatchPart], step: int,
 ) -> None:  # fmt: skip
     """Raise `PlanError` unless a loss function reduces as was said, judged by one row of each part.
 
@@ -124,7 +124,7 @@ def check_differentiable(value: torch.Tensor) -> None:
         )
 
 
-def _row(batch: BatchAxis, output: Any, part: Part, row: int) -> Any:
+def _row(batch: BatchAxis, output: Any, part: BatchPart, row: int) -> Any:
     """The output of a part for one of its rows; what is not divided by rows is left as it is."""
     known = {one.path: one for one in batch.outputs}
     made = output
@@ -135,7 +135,7 @@ def _row(batch: BatchAxis, output: Any, part: Part, row: int) -> Any:
     return made
 
 
-def _target_row(target: Any, part: Part, row: int) -> Any:
+def _target_row(target: Any, part: BatchPart, row: int) -> Any:
     def pick(tensor: torch.Tensor) -> torch.Tensor:
         several = tensor.shape[0] // part.rows
         return tensor.narrow(0, row * several, several)

@@ -17,10 +17,10 @@ from autoshard.errors import PlanError
 from autoshard.nested import join_leaves, tensors_within
 from autoshard.plan.batching import BatchAxis, BatchOutput
 from autoshard.plan.sharding import coordinates_of, kept
-from autoshard.runtime.chunks import AS_CALLED, PLAIN, Part, axis_with
+from autoshard.runtime.chunks import AS_CALLED, PLAIN, BatchPart, axis_with
 
 
-def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[Part]) -> Any:
+def merge(batch: BatchAxis, outputs: Sequence[Any], parts: Sequence[BatchPart]) -> Any:
     """Put the outputs of the parts together, nested as each of them is; gradients go back to the parts.
 
     Numbers and strings must be the same in all. Raises `PlanError` for what the plan doesn't know.
@@ -51,7 +51,7 @@ def without_history(output: Any) -> Any:
 class _Join:
     """Joins leaves of outputs; what is twice in the outputs of each part is one thing afterwards, too."""
 
-    def __init__(self, batch: BatchAxis, parts: Sequence[Part]) -> None:
+    def __init__(self, batch: BatchAxis, parts: Sequence[BatchPart]) -> None:
         self.batch, self.parts = batch, parts
         self.known = {one.path: one for one in batch.outputs}
         self.made: dict[tuple[int, ...], Any] = {}
@@ -68,7 +68,7 @@ class _Join:
         return self.made[same]
 
 
-def part_weights(how: BatchOutput, parts: Sequence[Part]) -> list[float]:
+def part_weights(how: BatchOutput, parts: Sequence[BatchPart]) -> list[float]:
     """What each part's value of a merged output is multiplied with before all are added up."""
     if how.how == "sum":
         return [1.0] * len(parts)
@@ -79,7 +79,7 @@ def part_weights(how: BatchOutput, parts: Sequence[Part]) -> list[float]:
 
 
 def _joined(
-    batch: BatchAxis, how: BatchOutput | None, path: str, tensors: list[torch.Tensor], parts: Sequence[Part]
+    batch: BatchAxis, how: BatchOutput | None, path: str, tensors: list[torch.Tensor], parts: Sequence[BatchPart]
 ) -> torch.Tensor:
     """One tensor of the output from those of the parts."""
     if how is None:

@@ -19,7 +19,7 @@ from autoshard import torch_private
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis
-from autoshard.runtime.chunks import AS_CALLED, Part, bind, count_rows, split, state_in, unlike
+from autoshard.runtime.chunks import AS_CALLED, BatchPart, bind, count_rows, split, state_in, unlike
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
@@ -75,7 +75,7 @@ class Divide:
         finally:
             local.divides = False
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+    def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[BatchPart]) -> list[Any]:
         """The output of each part, which begins with what written buffers were before the call."""
         outputs, places = [], written_places(self.division.batch.written, module)
         try:
@@ -94,7 +94,7 @@ class Divide:
         """Into how many parts so many rows are divided, or the rows of each."""
         return min(rows, self.division.count)
 
-    def parts(self, module: nn.Module, args: tuple, kwargs: dict) -> list[Part]:
+    def parts(self, module: nn.Module, args: tuple, kwargs: dict) -> list[BatchPart]:
         """Divide a call; none where it has to run whole."""
         division = self.division
         try:

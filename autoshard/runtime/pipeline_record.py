@@ -71,7 +71,7 @@ class PipelineRecord:
         return self  # a copy of the model runs on the same processes
 
 
-class Marked:
+class StagesHook:
     """The hook on the root that holds the record, and what undoes the hooks of this very model; it refuses calls."""
 
     def __init__(self, record: PipelineRecord) -> None:
@@ -79,8 +79,8 @@ class Marked:
         self.handles: list[Any] = []
         record.made.users.add(self)
 
-    def __deepcopy__(self, memo: dict) -> "Marked":
-        made = Marked(self.record)
+    def __deepcopy__(self, memo: dict) -> "StagesHook":
+        made = StagesHook(self.record)
         made.handles = copy.deepcopy(self.handles, memo)
         return made
 
@@ -103,6 +103,6 @@ def pipeline_record(model: nn.Module) -> PipelineRecord | None:
     return None if mark is None else mark.record
 
 
-def mark_of_stages(model: nn.Module) -> Marked | None:
+def mark_of_stages(model: nn.Module) -> StagesHook | None:
     """The hook that says that a pipeline over processes is applied to a model, None if none is."""
-    return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, Marked)), None)
+    return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, StagesHook)), None)

@@ -53,7 +53,7 @@ def runs_again(module: nn.Module) -> bool:
     return any(isinstance(layer, Recompute) and bool(layer.local.again) for layer in layers_of(module))
 
 
-class _Local(threading.local):
+class _RunningAgain(threading.local):
     """Per thread: whether a module runs again now."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Recompute:
     __slots__ = ("local", "selective")
 
     def __init__(self, selective: bool = False) -> None:
-        self.local = _Local()
+        self.local = _RunningAgain()
         self.selective = selective
 
     def __reduce__(self) -> tuple:  # a copy or a saved model starts without calls

@@ -23,7 +23,7 @@ from autoshard.common.packed import own_attributes
 from autoshard.errors import ApplyError
 from autoshard.plan.sharding import shares_of
 from autoshard.runtime.around import Around
-from autoshard.runtime.chunks import Part
+from autoshard.runtime.chunks import BatchPart
 from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.microbatches import Divide, keep_last, run_part, written_places
@@ -47,7 +47,7 @@ class Scatter(Divide):
 
     undivided = "on the first device alone"
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[Part]) -> list[Any]:
+    def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[BatchPart]) -> list[Any]:
         """The output of each part, all of them where the outputs of the model go."""
         devices = self.division.devices[: len(parts)]
         given = [

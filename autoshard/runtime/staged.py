@@ -20,7 +20,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, Results
-from autoshard.runtime.agreement import Mark, agree, digest_of, mark_of, together
+from autoshard.runtime.agreement import RankState, agree, digest_of, mark_of, together
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
@@ -29,7 +29,7 @@ from autoshard.runtime.devices import META
 from autoshard.runtime.groups import control_group, end_groups, group_of, shard_groups
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
-from autoshard.runtime.pipeline_record import Marked, PipelineRecord, mark_of_stages
+from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, mark_of_stages
 from autoshard.runtime.sharded import (
     Sharing,
     check_shardable,
@@ -53,7 +53,7 @@ def apply_stages(
     model is then as it was.
     """
     tensors = named_tensors(model)
-    mark, error = Mark(), problem
+    mark, error = RankState(), problem
     record: PipelineRecord | None = None
     try:
         if problem is None:
@@ -78,9 +78,9 @@ def apply_stages(
         if record.replicas is None:
             sharing = replace(sharing, ranks=sharing.shared)
     if plan.mesh.data > 1:  # replicas draw random numbers of their own
-        agree(record.across, Mark(random=mark_of(model, (), device).random), device=device)
+        agree(record.across, RankState(random=mark_of(model, (), device).random), device=device)
     undo: Undo | None = None
-    marked = Marked(record)
+    marked = StagesHook(record)
     try:
         with together(ranks):
             undo = move_tensors(tensors, _resting(record, tensors))
@@ -109,7 +109,7 @@ def apply_stages(
     return model
 
 
-def _hook(model: nn.Module, marked: Marked, tensors: Mapping[str, torch.Tensor]) -> None:
+def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse calls of the model and of its modules, which a schedule makes, and let norms count the other stages."""
     record = marked.record
     marked.handles.append(model.register_forward_pre_hook(marked))
@@ -124,7 +124,7 @@ def _hook(model: nn.Module, marked: Marked, tensors: Mapping[str, torch.Tensor])
             marked.handles.append(module.register_forward_pre_hook(marked.refuse))
 
 
-def _unhook(model: nn.Module, marked: Marked) -> None:
+def _unhook(model: nn.Module, marked: StagesHook) -> None:
     """Undo `_hook`, and recomputation."""
     forget_norms(model)
     take_off(model)
@@ -242,12 +242,12 @@ def _check_values(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -
             )
 
 
-def _mark(model: nn.Module, plan: Plan, device: torch.device) -> Mark:
+def _mark(model: nn.Module, plan: Plan, device: torch.device) -> RankState:
     """What all ranks must have alike; weights can be compared only where all are there."""
     mark = mark_of(model, plan.cuts, device)
     alone = plan.mesh is not None and plan.mesh.data > 1
     partial = any(tensor.is_meta for tensor in named_tensors(model).values())
-    return Mark(
+    return RankState(
         plan=digest_of(plan),
         model=mark.model,
         weights="" if partial else mark.weights,

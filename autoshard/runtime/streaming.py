@@ -27,11 +27,11 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
 from autoshard.runtime.around import surround
-from autoshard.runtime.carriers import Carrier, Ticket
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.pinned import lock_for, pin
+from autoshard.runtime.prefetcher import Carrier, LoadFuture
 
 SLOTS = 2
 """Modules whose copies are on a device at a time, as planned."""
@@ -42,12 +42,12 @@ class Slot:
     """What is being brought, or is there, for one module.
 
     Attributes:
-        ticket: of the carrier.
+        future: of the carrier.
         run: in which it began, None if outside of any.
         uses: stream that has computed with the copies -> an event behind that.
     """
 
-    ticket: Ticket
+    future: LoadFuture
     run: int | None
     uses: dict[Any, Any] = field(default_factory=dict)
 
@@ -104,11 +104,11 @@ class Streamer:
             self._drop(path)
         if path in self.slots:
             with contextlib.suppress(Exception):  # what went wrong ahead of time is tried again, and counts then
-                return self.carrier.take(self.slots[path].ticket)
+                return self.carrier.take(self.slots[path].future)
             self._drop(path)
         self._drop_others(path)
         try:
-            return self.carrier.take(self._begin(path, run).ticket)
+            return self.carrier.take(self._begin(path, run).future)
         except BaseException:
             if path in self.slots:
                 self._drop(path)
@@ -132,8 +132,8 @@ class Streamer:
                     "moving a model, or apply the plan again."
                 )
         with torch.inference_mode(False), torch.no_grad():
-            ticket = self.carrier.begin([parameter.detach() for parameter in parameters])
-        slot = self.slots[path] = Slot(ticket, run)
+            future = self.carrier.begin([parameter.detach() for parameter in parameters])
+        slot = self.slots[path] = Slot(future, run)
         return slot
 
     def _drop_others(self, path: str) -> None:
@@ -143,7 +143,7 @@ class Streamer:
 
     def _drop(self, path: str) -> None:
         slot = self.slots.pop(path)
-        self.carrier.done(slot.ticket, slot.uses)
+        self.carrier.done(slot.future, slot.uses)
 
 
 @contextlib.contextmanager
@@ -226,7 +226,7 @@ class Streams:
             streamer.close()
 
 
-class Streamed:
+class StreamedModule:
     """Around the forward of a streamed module: its parameters are there while it runs."""
 
     __slots__ = ("path", "streams")
@@ -267,4 +267,4 @@ def _refuse_gradients(output: Any, path: str) -> None:
 def hook_streams(modules: Mapping[str, nn.Module], streams: Streams) -> None:
     """Let the streamed modules have their parameters while they run."""
     for path in streams.devices:
-        surround(modules[path], Streamed(streams, path))
+        surround(modules[path], StreamedModule(streams, path))

@@ -21,7 +21,7 @@ Kind = Literal["F", "B", "I", "W"]
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
-class Action(NamedTuple):
+class PipeAction(NamedTuple):
     """What a device does at one time: a forward or (a half of) a backward of one stage for one micro-batch."""
 
     kind: Kind
@@ -29,7 +29,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-Order = tuple[tuple[Action, ...], ...]
+Order = tuple[tuple[PipeAction, ...], ...]
 """Per device, its actions from first to last."""
 
 
@@ -98,22 +98,22 @@ def in_flight(order: Order) -> dict[int, int]:
     return most
 
 
-def _gpipe(device: int, microbatches: int) -> list[Action]:
-    forwards = [Action("F", device, i) for i in range(microbatches)]
-    return forwards + [Action("B", device, i) for i in range(microbatches)]
+def _gpipe(device: int, microbatches: int) -> list[PipeAction]:
+    forwards = [PipeAction("F", device, i) for i in range(microbatches)]
+    return forwards + [PipeAction("B", device, i) for i in range(microbatches)]
 
 
-def _one_forward_one_backward(device: int, ahead: int, microbatches: int) -> list[Action]:
+def _one_forward_one_backward(device: int, ahead: int, microbatches: int) -> list[PipeAction]:
     """Some forwards ahead (as many as there are stages from here on), then a backward for each further one."""
-    row = [Action("F", device, i) for i in range(ahead)]
+    row = [PipeAction("F", device, i) for i in range(ahead)]
     for i in range(microbatches):
-        row.append(Action("B", device, i))
+        row.append(PipeAction("B", device, i))
         if ahead + i < microbatches:
-            row.append(Action("F", device, ahead + i))
+            row.append(PipeAction("F", device, ahead + i))
     return row
 
 
-def _interleaved(device: int, devices: int, microbatches: int, per_device: int, *, split: bool) -> list[Action]:
+def _interleaved(device: int, devices: int, microbatches: int, per_device: int, *, split: bool) -> list[PipeAction]:
     """Rounds of micro-batches through the first local stage, then through the next, …; backward the other way round.
 
     With `split` backward is I at first, and W follows `device` backwards later, where the pipeline would wait.
@@ -123,18 +123,18 @@ def _interleaved(device: int, devices: int, microbatches: int, per_device: int, 
     warmup = min(total, (per_device - 1) * in_round + (1 if split else 2) * (devices - 1 - device))
     forwards = deque(_rounds(device, devices, microbatches, in_round, range(per_device)))
     backwards = deque(_rounds(device, devices, microbatches, in_round, range(per_device - 1, -1, -1)))
-    row = [Action("F", *forwards.popleft()) for _ in range(warmup)]
+    row = [PipeAction("F", *forwards.popleft()) for _ in range(warmup)]
     pending: deque[tuple[int, int]] = deque()
     for count in range(total):
         if forwards:
-            row.append(Action("F", *forwards.popleft()))
+            row.append(PipeAction("F", *forwards.popleft()))
         stage, microbatch = backwards.popleft()
-        row.append(Action("I" if split else "B", stage, microbatch))
+        row.append(PipeAction("I" if split else "B", stage, microbatch))
         if split:
             pending.append((stage, microbatch))
             if count >= device:
-                row.append(Action("W", *pending.popleft()))
-    return row + [Action("W", *one) for one in pending]
+                row.append(PipeAction("W", *pending.popleft()))
+    return row + [PipeAction("W", *one) for one in pending]
 
 
 def _rounds(device: int, devices: int, microbatches: int, in_round: int, local: Sequence[int]) -> list[tuple[int, int]]:

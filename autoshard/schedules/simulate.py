@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autoshard.errors import SpecError
-from autoshard.schedules.orders import Action, Order
+from autoshard.schedules.orders import Order, PipeAction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Times:
     sends: Sequence[Any] = ()
     returns: Sequence[Any] = ()
 
-    def of(self, action: Action) -> float:
+    def of(self, action: PipeAction) -> float:
         """Seconds of one action."""
         kind, stage, _ = action
         if kind == "I":
@@ -47,7 +47,7 @@ class Ran(NamedTuple):
     """An action, and when its device did it."""
 
     device: int
-    action: Action
+    action: PipeAction
     begin: float
     end: float
 
@@ -57,7 +57,7 @@ class Sent(NamedTuple):
 
     source: int
     destination: int
-    action: Action
+    action: PipeAction
     begin: float
     end: float
 
@@ -78,10 +78,10 @@ def simulate(order: Order, times: Times) -> Simulated:
     devices, last = len(order), len(times.forward) - 1
     ran: list[Ran] = []
     sent: list[Sent] = []
-    come: dict[Action, float] = {}  # what an action needs -> when it is there; keys are the actions that need it
+    come: dict[PipeAction, float] = {}  # what an action needs -> when it is there; keys are the actions that need it
     free, link_free = [0.0] * devices, dict[tuple[int, int], float]()
     at = [0] * devices
-    waiting: dict[Action, int] = {}  # what somebody waits for -> the device
+    waiting: dict[PipeAction, int] = {}  # what somebody waits for -> the device
     ready = list(range(devices))
     while ready:
         device = ready.pop()
@@ -90,7 +90,7 @@ def simulate(order: Order, times: Times) -> Simulated:
             action = row[at[device]]
             begin = free[device]
             if not _is_first(action, last):
-                needed = Action("I" if action.kind == "B" else action.kind, action.stage, action.microbatch)
+                needed = PipeAction("I" if action.kind == "B" else action.kind, action.stage, action.microbatch)
                 if needed not in come:
                     waiting[needed] = device
                     break
@@ -125,21 +125,21 @@ def simulate(order: Order, times: Times) -> Simulated:
     )
 
 
-def _is_first(action: Action, last: int) -> bool:
+def _is_first(action: PipeAction, last: int) -> bool:
     """Whether an action needs nothing from another one that its own device's order does not give."""
     return (action.kind == "F" and action.stage == 0) or (action.kind in ("B", "I") and action.stage == last)
 
 
-def _enables(action: Action, last: int) -> tuple[Action, ...]:
+def _enables(action: PipeAction, last: int) -> tuple[PipeAction, ...]:
     """The actions (backwards by their half I) that an action makes something for."""
     kind, stage, microbatch = action
     if kind == "F":
-        return (Action("F", stage + 1, microbatch),) if stage < last else ()
+        return (PipeAction("F", stage + 1, microbatch),) if stage < last else ()
     if kind == "W":
         return ()
-    own = (Action("W", stage, microbatch),) if kind == "I" else ()
-    return (*own, Action("I", stage - 1, microbatch)) if stage else own
+    own = (PipeAction("W", stage, microbatch),) if kind == "I" else ()
+    return (*own, PipeAction("I", stage - 1, microbatch)) if stage else own
 
 
-def _border(action: Action, following: Action) -> int:
+def _border(action: PipeAction, following: PipeAction) -> int:
     return min(action.stage, following.stage)

@@ -14,7 +14,7 @@ from autoshard.engine.recipe import Precision, Recipe, Stack
 from autoshard.engine.timing import Card
 from autoshard.errors import SpecError
 from autoshard.search.candidates import answer_meshes, answer_recipes, device_counts, step_recipes, training_meshes
-from autoshard.search.limits import Given, Limits
+from autoshard.search.limits import Fixed, Limits
 
 Goal = Literal["latency", "throughput", "memory"]
 Figures = StepEstimate | GenerationEstimate
@@ -29,7 +29,7 @@ are a third of a step that computes nothing twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class SearchTask:
     """What is searched: the work of a model on a cluster of equal devices.
 
     `prompt_tokens`, `new_tokens`: of an answer; a training step has none. `goal`: what is made small. `leanest`: look
@@ -40,7 +40,7 @@ class Task:
     card: Card
     topology: Topology
     limits: Limits
-    given: Given
+    given: Fixed
     precision: Precision
     stack: Stack
     training: bool
@@ -92,7 +92,7 @@ class Searched:
     priced: int
 
 
-def search(task: Task) -> Searched:
+def search(task: SearchTask) -> Searched:
     """Price every candidate and take the best; of recipes that are nearly as good, the one with the simplest mesh."""
     rows: dict[tuple[int, ...], Priced] = {}
     closest: Priced | None = None
@@ -119,12 +119,12 @@ def search(task: Task) -> Searched:
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
 
 
-def is_run(task: Task, recipe: Recipe) -> bool:
+def is_run(task: SearchTask, recipe: Recipe) -> bool:
     """Whether `apply` carries it out: generate() runs in no stages over processes."""
     return not task.new_tokens or recipe.pp == 1
 
 
-def _keeping(task: Task, one: Priced) -> Priced:
+def _keeping(task: SearchTask, one: Priced) -> Priced:
     """The same recipe with as many layers that keep their activations as fit, by bisection."""
     if one.recipe.recompute == "none" or one.recipe.pp > 1 or task.given.recompute:
         return one
@@ -140,7 +140,7 @@ def _keeping(task: Task, one: Priced) -> Priced:
     return best
 
 
-def alone(task: Task, found: Searched) -> Priced | None:
+def alone(task: SearchTask, found: Searched) -> Priced | None:
     """The answer on one device, where more of them are not faster by enough; None where they are."""
     best = found.best
     assert best is not None
@@ -162,7 +162,7 @@ def _simplicity(one: Priced) -> tuple[float, ...]:
     return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", recipe.fsdp > 1, one.seconds
 
 
-def _priced(task: Task) -> Iterator[Priced]:
+def _priced(task: SearchTask) -> Iterator[Priced]:
     counts: Iterable[int] = (task.devices,)
     if not task.given.mesh and not task.given.everyone:
         counts = device_counts(task.devices, task.topology.devices_per_host)
@@ -180,7 +180,7 @@ def part_of(topology: Topology, devices: int) -> Topology | None:
     return replace(topology, hosts=devices // per_host, devices_per_host=per_host)
 
 
-def price_recipe(task: Task, recipe: Recipe) -> Priced:
+def price_recipe(task: SearchTask, recipe: Recipe) -> Priced:
     """Price one recipe on the first devices. Raises `SpecError` where it does not go with the devices or the model."""
     topology = part_of(task.topology, recipe.devices)
     if topology is None:
@@ -190,7 +190,7 @@ def price_recipe(task: Task, recipe: Recipe) -> Priced:
     return Priced(recipe=recipe, figures=price_answer(task, recipe, topology))
 
 
-def _steps(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
+def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Priced]:
     def price(recipe: Recipe) -> StepEstimate:
         return price_step(task.work, recipe, task.card, topology)
 
@@ -208,7 +208,7 @@ def _steps(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
                 break
 
 
-def _answers(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
+def _answers(task: SearchTask, devices: int, topology: Topology) -> Iterator[Priced]:
     def price(recipe: Recipe) -> GenerationEstimate:
         return price_answer(task, recipe, topology)
 
@@ -217,7 +217,7 @@ def _answers(task: Task, devices: int, topology: Topology) -> Iterator[Priced]:
         yield from _those_that_run(recipes, price)
 
 
-def price_answer(task: Task, recipe: Recipe, topology: Topology) -> GenerationEstimate:
+def price_answer(task: SearchTask, recipe: Recipe, topology: Topology) -> GenerationEstimate:
     """Price the answer of a task with one recipe."""
     return price_generation(
         task.work, recipe, task.card, topology, batch=task.limits.samples, prompt_tokens=task.prompt_tokens,
@@ -232,7 +232,7 @@ def _those_that_run(recipes: Iterable[Recipe], price: Callable[[Recipe], Figures
             yield Priced(recipe=recipe, figures=price(recipe))
 
 
-def _least_bytes(task: Task, recipe: Recipe) -> float:
+def _least_bytes(task: SearchTask, recipe: Recipe) -> float:
     """Bytes of parameters, gradients and optimizer state of a rank, if all were divided evenly."""
     precision = recipe.precision
     each = task.work.parameters / (recipe.pp * recipe.tp * recipe.shards)

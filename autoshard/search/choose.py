@@ -22,9 +22,9 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Goal, Priced, Searched, Task, alone
+from autoshard.search.best import Goal, Priced, Searched, SearchTask, alone
 from autoshard.search.estimates import estimate_recipe
-from autoshard.search.limits import Given, parse_mesh
+from autoshard.search.limits import Fixed, parse_mesh
 from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.traced import Traced, trace, why_undivided
 
@@ -36,7 +36,7 @@ class Wishes:
     Attributes:
         launch: "one-process", "processes" or None: both.
         mesh: such as "fsdp=8,tp=2", or a dict of degrees.
-        precision, dtype, compiled, micro_batch, recompute: as in `Asked` and `Given`.
+        precision, dtype, compiled, micro_batch, recompute: as in `Asked` and `Fixed`.
     """
 
     launch: str | None = None
@@ -71,7 +71,7 @@ class Chosen:
     profile: Profile
     traced: Traced
     searched: Searched
-    task: Task
+    task: SearchTask
 
 
 @no_collection()  # graphs are large and stay: 2 s of 15 for 405 billion parameters
@@ -152,16 +152,16 @@ def _several_hosts(cluster: Cluster) -> bool:
     return len({device.host for device in cluster.devices}) > 1
 
 
-def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -> Given:
+def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -> Fixed:
     mesh = parse_mesh(wishes.mesh) if isinstance(wishes.mesh, str) else dict(wishes.mesh or {})
-    return Given(
+    return Fixed(
         mesh=mesh, micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
         recompute=wishes.recompute, everyone=count_processes() > 1,
     )  # fmt: skip
 
 
 def _on_one(
-    traced: Traced, cluster: Cluster, asked: Asked, task: Task, found: Searched, alone: Priced
+    traced: Traced, cluster: Cluster, asked: Asked, task: SearchTask, found: Searched, alone: Priced
 ) -> tuple[Plan, Searched]:  # fmt: skip
     from autoshard.search.processes import write_plan
     from autoshard.search.reasons import explain

@@ -5,7 +5,7 @@ from dataclasses import replace
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import Priced, Task, search
+from autoshard.search.best import Priced, SearchTask, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.processes import asked_of, write_plan
@@ -54,7 +54,7 @@ def compare_processes(chosen: Chosen, cluster: Cluster) -> Comparison:
     )  # fmt: skip
 
 
-def _why_not(task: Task, kind: str) -> str:
+def _why_not(task: SearchTask, kind: str) -> str:
     """Why no recipe of a kind is there: by how much the closest does not fit, or that there is none."""
     if kind == "hybrid":
         return "no recipe with several dimensions fits, or has as many devices"

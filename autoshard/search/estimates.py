@@ -12,7 +12,7 @@ from autoshard.engine.ranks import RankFigures, answer_ranks, step_ranks
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.search.best import Figures, Task, part_of, price_recipe
+from autoshard.search.best import Figures, SearchTask, part_of, price_recipe
 from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.traced import Traced
 
@@ -30,7 +30,7 @@ def estimate_processes(plan: Plan, traced: Traced, cluster: Cluster) -> Estimate
     return estimate_recipe(plan, recipe_of(plan), task, cluster)
 
 
-def estimate_recipe(plan: Plan, recipe: Recipe, task: Task, cluster: Cluster) -> Estimate:
+def estimate_recipe(plan: Plan, recipe: Recipe, task: SearchTask, cluster: Cluster) -> Estimate:
     """Price a plan's recipe: every class of equal ranks, and the whole. Raises `PlanError` without enough devices."""
     if part_of(task.topology, recipe.devices) is None:
         raise PlanError(f"the plan is for {recipe.devices} devices, which {task.devices} of these hosts do not have.")
@@ -43,7 +43,7 @@ def estimate_recipe(plan: Plan, recipe: Recipe, task: Task, cluster: Cluster) ->
     return _estimate_of(plan, figures, ranks, cluster)
 
 
-def setting_of(task: Task, recipe: Recipe) -> tuple[Setting, int]:
+def setting_of(task: SearchTask, recipe: Recipe) -> tuple[Setting, int]:
     """What a recipe of a task is priced with, and the sequences of a replica."""
     topology = part_of(task.topology, recipe.devices)
     assert topology is not None

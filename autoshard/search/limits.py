@@ -32,7 +32,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
+class Fixed:
     """What the user has fixed; everything else is chosen.
 
     Attributes:
@@ -84,7 +84,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return found
 
 
-def check_given(given: Given, limits: Limits, devices: int) -> None:
+def check_given(given: Fixed, limits: Limits, devices: int) -> None:
     """Raise `PlanError` where what was fixed does not go with the devices or the model, with what does."""
     mesh = given.mesh
     if mesh:

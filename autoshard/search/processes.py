@@ -23,9 +23,9 @@ from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.workload import Workload
-from autoshard.search.best import Goal, Priced, Searched, Task, search
+from autoshard.search.best import Goal, Priced, Searched, SearchTask, search
 from autoshard.search.candidates import on_mesh
-from autoshard.search.limits import Given, check_given, limits_of
+from autoshard.search.limits import Fixed, check_given, limits_of
 from autoshard.search.reasons import explain, refuse, shown_mesh
 from autoshard.search.traced import Traced
 from autoshard.strategies.paths import collapse
@@ -55,7 +55,7 @@ class Asked:
 
     strategy: str = "auto"
     goal: Goal = "latency"
-    given: Given = field(default_factory=Given)
+    given: Fixed = field(default_factory=Fixed)
     precision: str = "auto"
     dtype: str = "auto"
     compiled: bool | None = None
@@ -63,7 +63,7 @@ class Asked:
     why_undivided: str = ""
 
 
-def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> Task:
+def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     """State what is searched. Raises `PlanError` where the devices are unequal or what was fixed makes no sense."""
     topology = topology_of(cluster)
     if topology is None:
@@ -86,7 +86,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> Task:
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
     limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided)
     check_given(given, limits, topology.devices)
-    return Task(
+    return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
         stack="compiled" if is_compiled(asked, traced.workload) else "eager", training=training,
         prompt_tokens=traced.work.tokens, new_tokens=traced.workload.new_tokens, goal=asked.goal,
@@ -102,7 +102,7 @@ def dtype_of(graph: ModelGraph) -> str:
     return str(max(totals, key=lambda one: totals[one], default=torch.float32)).removeprefix("torch.")
 
 
-def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan, Searched, Task]:
+def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan, Searched, SearchTask]:
     """Plan with a process per device. Raises `PlanError` with the closest recipe and what would help."""
     task = make_task(traced, cluster, asked)
     found = search(task)

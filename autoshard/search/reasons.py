@@ -8,7 +8,7 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.memory import outside_bytes
 from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, Task, is_run, part_of, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, SearchTask, is_run, part_of, search
 
 WHAT: Mapping[str, str] = {
     "dp": "replicas that keep all parameters of their part",
@@ -25,7 +25,7 @@ def shown_mesh(recipe: Recipe) -> str:
     return ",".join(f"{name}={degree}" for name, degree in recipe.mesh.items() if degree > 1) or "one device"
 
 
-def explain(task: Task, found: Searched, *, instead_of: Priced | None = None) -> tuple[str, ...]:
+def explain(task: SearchTask, found: Searched, *, instead_of: Priced | None = None) -> tuple[str, ...]:
     """The reasons of the best recipe, in sentences; `instead_of`: a faster one that is not worth starting."""
     assert found.best is not None
     best = found.best
@@ -43,7 +43,7 @@ def explain(task: Task, found: Searched, *, instead_of: Priced | None = None) ->
     return (*reasons, *_others(task, found), *_what_would_change(task, best), launch_command(task, best.recipe))
 
 
-def _what(task: Task, best: Priced) -> Iterator[str]:
+def _what(task: SearchTask, best: Priced) -> Iterator[str]:
     recipe = best.recipe
     parts = [f"{degree} {WHAT[name]}" for name, degree in recipe.mesh.items() if degree > 1]
     if parts:
@@ -76,7 +76,7 @@ def _counted(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}"
 
 
-def _where_time_goes(task: Task, best: Priced) -> Iterator[str]:
+def _where_time_goes(task: SearchTask, best: Priced) -> Iterator[str]:
     figures = best.figures
     if isinstance(figures, StepEstimate):
         waits = [f"{format_seconds(figures.exposed_seconds)} wait for communication"]
@@ -91,7 +91,7 @@ def _where_time_goes(task: Task, best: Priced) -> Iterator[str]:
             yield "decoding is priced as compiled, with CUDA graphs; op by op, the host may set the pace (--eager)"
 
 
-def _memory(task: Task, best: Priced) -> Iterator[str]:
+def _memory(task: SearchTask, best: Priced) -> Iterator[str]:
     kinds = dict(kinds_of(best))
     shown = ", ".join(
         f"{name} {format_bytes(n)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])[:4] if n
@@ -110,7 +110,7 @@ def used_bytes(one: Priced) -> float:
     return one.figures.reserved_bytes + sum(outside_bytes(one.recipe).values())
 
 
-def _others(task: Task, found: Searched) -> Iterator[str]:
+def _others(task: SearchTask, found: Searched) -> Iterator[str]:
     """The runner-up, and the best of what differs in kind."""
     assert found.best is not None
     best, kinds = found.best, {_kind(found.best.recipe)}
@@ -140,7 +140,7 @@ def _kind(recipe: Recipe) -> tuple[bool, ...]:
     return tuple(degree > 1 for degree in recipe.mesh.values())
 
 
-def _what_would_change(task: Task, best: Priced) -> Iterator[str]:
+def _what_would_change(task: SearchTask, best: Priced) -> Iterator[str]:
     """Which larger device, if any, would save the recomputation."""
     if not task.training or best.recipe.recompute == "none" or task.given.recompute or best.recipe.kept_layers:
         return
@@ -153,7 +153,7 @@ def _what_would_change(task: Task, best: Priced) -> Iterator[str]:
         yield f"with twice the memory per device the same mesh would not recompute, and take {saved:.0%} less"
 
 
-def launch_command(task: Task, recipe: Recipe) -> str:
+def launch_command(task: SearchTask, recipe: Recipe) -> str:
     """How to start it."""
     per_host = min(task.topology.devices_per_host, recipe.devices)
     hosts = recipe.devices // per_host
@@ -165,7 +165,7 @@ def launch_command(task: Task, recipe: Recipe) -> str:
     return f"start it{where}: torchrun{nodes} --nproc-per-node={per_host} {script}"
 
 
-def refuse(task: Task, found: Searched, cluster: Cluster) -> str:
+def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
     """Say which recipe comes closest, by how much it does not fit and where, and one change that was tried."""
     closest = found.closest
     if closest is None:
@@ -184,14 +184,14 @@ def refuse(task: Task, found: Searched, cluster: Cluster) -> str:
     return f"{said}. {remedy(task)}"
 
 
-def _how(task: Task, recipe: Recipe, before: str) -> str:
+def _how(task: SearchTask, recipe: Recipe, before: str) -> str:
     """How a step is divided in time, in words; an answer is not."""
     if not task.training:
         return ""
     return f"{before} micro-batches of {recipe.micro_batch}, recomputation {recipe.recompute}"
 
 
-def remedy(task: Task) -> str:
+def remedy(task: SearchTask) -> str:
     """The first change that makes it fit, tried with the same search."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []

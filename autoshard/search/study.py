@@ -10,13 +10,13 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import Topology
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import FULL, Estimate
-from autoshard.engine.played import Played, play_answer, play_step
+from autoshard.engine.played import PlayedPlan, play_answer, play_step
 from autoshard.engine.price import StepEstimate
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
-from autoshard.search.best import Priced, Searched, Task, alone, price_recipe, search
+from autoshard.search.best import Priced, Searched, SearchTask, alone, price_recipe, search
 from autoshard.search.estimates import estimate_recipe, rate, setting_of
-from autoshard.search.limits import Given, limits_of
+from autoshard.search.limits import Fixed, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.reasons import beside, explain, remedy, shown_mesh, used_bytes
 from autoshard.search.sizes import Cell
@@ -53,7 +53,7 @@ class Study:
     plan: Plan
     estimate: Estimate
     traced: Traced
-    task: Task
+    task: SearchTask
     own: Priced
     searched: Searched
     rows: tuple[Row, ...]
@@ -67,7 +67,7 @@ class Study:
         own = next((cell for cell in self.cells if cell.own), None)
         return tuple(_changed(own, cell) for cell in self.cells if own is not None and _steps(own, cell) == 1)
 
-    def played(self) -> Played:
+    def played(self) -> PlayedPlan:
         """The step or answer as it is played."""
         setting, _ = setting_of(self.task, self.own.recipe)
         if isinstance(self.own.figures, StepEstimate):
@@ -94,7 +94,7 @@ def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -
     return replace(done, cells=tuple(_cells(done))) if sizes else done
 
 
-def _rows(task: Task, found: Searched, own: Priced) -> Iterator[Row]:
+def _rows(task: SearchTask, found: Searched, own: Priced) -> Iterator[Row]:
     """The ranking; the plan's own recipe takes the place of the one with its mesh."""
     others = [one for one in found.ranking if one.recipe.mesh != own.recipe.mesh]
     for one in sorted([own, *others], key=lambda one: one.value(task.goal)):
@@ -111,11 +111,11 @@ def _rows(task: Task, found: Searched, own: Priced) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _rate(task: Task, one: Priced) -> float:
+def _rate(task: SearchTask, one: Priced) -> float:
     return rate(task.limits.samples * task.work.tokens, task.new_tokens, one.figures)
 
 
-def _to_fit(task: Task, own: Priced, estimate: Estimate) -> str:
+def _to_fit(task: SearchTask, own: Priced, estimate: Estimate) -> str:
     """What would make a plan fit that does not, or leave what is kept free."""
     fullest = estimate.fullest
     if fullest.peak_bytes <= FULL * fullest.memory_bytes:
@@ -127,7 +127,7 @@ def _to_fit(task: Task, own: Priced, estimate: Estimate) -> str:
     )  # fmt: skip
     recipe = own.recipe
     mesh = {name: degree for name, degree in recipe.mesh.items() if degree > 1}
-    same = Given(mesh=mesh, micro_batch=recipe.micro_batch, recompute=recipe.recompute if task.training else None)
+    same = Fixed(mesh=mesh, micro_batch=recipe.micro_batch, recompute=recipe.recompute if task.training else None)
     return f"{said}. {remedy(replace(task, given=same))}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.axes.walk import Walk, walk_over
+from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.engine.blocks import ModelWork, model_work
@@ -34,7 +34,7 @@ class Traced:
     inputs: Any
     workload: Workload
     graph: ModelGraph
-    walk: Walk
+    walk: AxisWalk
     work: ModelWork
     samples: int
     derived: bool = False

@@ -28,7 +28,7 @@ from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree
 from autoshard.strategies.cut_results import find_results
 from autoshard.strategies.cut_savings import savings_of
-from autoshard.strategies.cut_task import Choice, Task, allows, full_names
+from autoshard.strategies.cut_task import Choice, CutTask, allows, full_names
 from autoshard.strategies.refusal import round_up, with_copies
 from autoshard.strategies.shares import divide
 
@@ -68,7 +68,7 @@ def column_parallel(
     price = price or Pricer(profile, cluster)
     blocks = {region.paths for region in found.regions}
     fallback = frozenset(group.index for group in found.groups if blocks and group.blocks not in blocks)
-    task = Task(
+    task = CutTask(
         profile=profile, cluster=cluster, groups=found.groups, conflicts=_conflicts(found.groups), objective=objective,
         savings=savings_of(profile, found.groups, fallback, price.tracer), wanted=objective, even=even,
         fallback=fallback, price=price,
@@ -94,7 +94,7 @@ def column_parallel(
 
 
 def _checked(
-    task: Task, check: CheckCuts, degree: int | None, *, asked: bool
+    task: CutTask, check: CheckCuts, degree: int | None, *, asked: bool
 ) -> tuple[Choice | None, tuple[Cut, ...]]:  # fmt: skip
     """The best choice with cuts, checked; None if none fits. What is refused is banned, and it is chosen again."""
     by_index = {group.index: group for group in task.groups}
@@ -125,21 +125,21 @@ def _checked(
     return None, ()
 
 
-def _best(task: Task, degree: int | None, *, limited: bool = True) -> Choice | None:
+def _best(task: CutTask, degree: int | None, *, limited: bool = True) -> Choice | None:
     """The best set of devices with the best groups for it that fits by the engine; None if none does.
 
     `limited`: by the devices' memory.
     """
-    posed = []
+    joined_chains = []
     for devices in _device_sets(task, degree):
         need = [_held(task, devices) - one.budget_bytes for one in devices] if limited else [0] * len(devices)
         options = list(_options(task, devices))
         every = [options]
         if len({one.budget_bytes for one in devices}) > 1 and not task.even:
             every += [list(_options(task, devices, most)) for most in _rooms(task, devices, options)]
-        posed += [(one, own) for own in every if (one := _choice(task, devices, own, need)) is not None]
+        joined_chains += [(one, own) for own in every if (one := _choice(task, devices, own, need)) is not None]
     best: Choice | None = None
-    for found, options in sorted(posed, key=lambda one: one[0].seconds if task.objective != "memory" else 0.0):
+    for found, options in sorted(joined_chains, key=lambda one: one[0].seconds if task.objective != "memory" else 0.0):
         if not limited:
             return found
         if best is not None and task.objective != "memory" and found.seconds >= best.seconds:
@@ -150,7 +150,7 @@ def _best(task: Task, degree: int | None, *, limited: bool = True) -> Choice | N
     return best
 
 
-def _fitting(task: Task, found: Choice, options: Sequence[Option]) -> Choice | None:
+def _fitting(task: CutTask, found: Choice, options: Sequence[Option]) -> Choice | None:
     """The choice with the engine's figures; where it does not fit, one with as much more cut as it lacks."""
     chosen: Choice | None = found
     for _ in range(_TRIES):
@@ -170,7 +170,7 @@ def _fitting(task: Task, found: Choice, options: Sequence[Option]) -> Choice | N
 
 
 def _choice(
-    task: Task, devices: tuple[Device, ...], options: Sequence[Option], need: Sequence[int]
+    task: CutTask, devices: tuple[Device, ...], options: Sequence[Option], need: Sequence[int]
 ) -> Choice | None:  # fmt: skip
     """The best of these options that save so many bytes per rank; None if there are none, or nothing pays."""
     seconds = [task.seconds_alone(device) for device in devices]
@@ -192,7 +192,7 @@ def _choice(
     return Choice(devices=devices, picked=picked, seconds=slowest + sum(one.collective_seconds for one in picked))
 
 
-def _held(task: Task, devices: Sequence[Device]) -> int:
+def _held(task: CutTask, devices: Sequence[Device]) -> int:
     """Bytes that each of these devices holds if no parameter is cut, and all else is shared."""
     profile = task.profile
     parameters = profile.parameter_bytes + profile.gradient_bytes + profile.optimizer_bytes
@@ -200,7 +200,7 @@ def _held(task: Task, devices: Sequence[Device]) -> int:
     return profile.peak_bytes - int(shared)
 
 
-def _device_sets(task: Task, degree: int | None) -> Iterator[tuple[Device, ...]]:
+def _device_sets(task: CutTask, degree: int | None) -> Iterator[tuple[Device, ...]]:
     """Sets of devices worth a look, in the cluster's order: the fastest, the fastest of one host, the largest."""
     devices = task.cluster.devices
     orders = [sorted(devices, key=task.seconds_alone)]
@@ -212,7 +212,7 @@ def _device_sets(task: Task, degree: int | None) -> Iterator[tuple[Device, ...]]
             yield tuple(device for device in devices if device.name in names)
 
 
-def _rooms(task: Task, devices: tuple[Device, ...], options: Sequence[Option]) -> Iterator[list[float]]:
+def _rooms(task: CutTask, devices: tuple[Device, ...], options: Sequence[Option]) -> Iterator[list[float]]:
     """The part of what is cut that each device has room for, if as much is cut as can be; at first with some left."""
     most = _choice(replace(task, objective="memory"), devices, options, [0] * len(devices))
     groups = {group.index: group for group in task.groups}
@@ -222,7 +222,7 @@ def _rooms(task: Task, devices: tuple[Device, ...], options: Sequence[Option]) -
         yield [left * (one.budget_bytes - _held(task, devices) + cut) / cut for one in devices]
 
 
-def _options(task: Task, devices: tuple[Device, ...], most: Sequence[float] | None = None) -> Iterator[Option]:
+def _options(task: CutTask, devices: tuple[Device, ...], most: Sequence[float] | None = None) -> Iterator[Option]:
     """Every group that these devices can share, in shares that follow their speed; `most`: the part each may get."""
     names = [device.name for device in devices]
     for group, saving, conflicts in zip(task.groups, task.savings, task.conflicts, strict=True):
@@ -244,18 +244,18 @@ def _options(task: Task, devices: tuple[Device, ...], most: Sequence[float] | No
         )  # fmt: skip
 
 
-def _alone(task: Task) -> Choice | None:
+def _alone(task: CutTask) -> Choice | None:
     """The fastest device that holds the whole model; None if none does."""
     found = []
     for device in {(one.speed, one.budget_bytes): one for one in reversed(task.cluster.devices)}.values():
-        posed = Choice(devices=(device,), picked=(), seconds=0.0)
-        figures = task.price(_draft(task, posed, ()))
+        joined_chains = Choice(devices=(device,), picked=(), seconds=0.0)
+        figures = task.price(_draft(task, joined_chains, ()))
         if figures.fits:
-            found.append(replace(posed, figures=figures, seconds=figures.latency_seconds))
+            found.append(replace(joined_chains, figures=figures, seconds=figures.latency_seconds))
     return min(reversed(found), key=lambda one: one.value(task.wanted), default=None)
 
 
-def _draft(task: Task, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
+def _draft(task: CutTask, best: Choice, cuts: tuple[Cut, ...]) -> Plan:
     return Plan(
         strategy="column-parallel", objective=task.wanted, workload=task.profile.workload,
         devices=tuple(map(plan_device, best.devices)), placements={"": best.devices[0].name},
@@ -273,7 +273,7 @@ def _check_one_process(profile: Profile) -> None:
         )
 
 
-def _check_degree(task: Task, degree: int) -> None:
+def _check_degree(task: CutTask, degree: int) -> None:
     count = len(task.cluster.devices)
     if not 1 <= degree <= count:
         raise PlanError(f"a model can't be cut over {degree} devices where there are {count}. Ask for 1 to {count}.")
@@ -281,7 +281,7 @@ def _check_degree(task: Task, degree: int) -> None:
         raise PlanError(no_such_degree(degree, valid_degrees(task), task.even))
 
 
-def valid_degrees(task: Task) -> tuple[int, ...]:
+def valid_degrees(task: CutTask) -> tuple[int, ...]:
     """Degrees at which as many bytes can be cut as at any, by sizes: nothing is checked here.
 
     What only single modules can be cut into does not count.
@@ -307,7 +307,7 @@ def _conflicts(groups: Sequence[AxisGroup]) -> tuple[frozenset[int], ...]:
     )
 
 
-def _refusal(task: Task, degree: int | None) -> str:
+def _refusal(task: CutTask, degree: int | None) -> str:
     """Why nothing fits, with one change that was tried and works."""
     task.objective = "memory"
     count = len(task.cluster.devices)

@@ -7,13 +7,13 @@ from autoshard.common.module_paths import above, join, relative
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.plan.cuts import Whole
 from autoshard.plan.sharding import Cut, count_collectives
-from autoshard.strategies.cut_task import Choice, Task, allows, full_names
+from autoshard.strategies.cut_task import Choice, CutTask, allows, full_names
 
 _NOT_FOLLOWED = {True: "no dimension of it can be followed", False: "nothing in the recorded run uses it"}
 
 
 def explain_cuts(
-    task: Task, best: Choice, compared: Choice | None, cuts: Sequence[Cut], degrees: Sequence[int]
+    task: CutTask, best: Choice, compared: Choice | None, cuts: Sequence[Cut], degrees: Sequence[int]
 ) -> tuple[str, ...]:
     """Say what the plan costs against one device, or what the best cut would, how much is cut, and other degrees.
 
@@ -51,7 +51,7 @@ def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
     return count_collectives(action for cut in cuts for action in cut.actions for _ in cut.blocks)
 
 
-def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
+def _against_one(task: CutTask, best: Choice, alone: Choice | None) -> str:
     if alone is None:
         seconds = min(map(task.seconds_alone, task.cluster.devices))
         need = format_bytes(task.profile.peak_bytes)
@@ -65,7 +65,7 @@ def _against_one(task: Task, best: Choice, alone: Choice | None) -> str:
     return f"{alone.seconds / best.seconds:.2f} times as fast as {one}"
 
 
-def _one_device(task: Task, best: Choice, cut: Choice | None) -> list[str]:
+def _one_device(task: CutTask, best: Choice, cut: Choice | None) -> list[str]:
     name = best.devices[0].name
     if len(task.cluster.devices) == 1:
         return [f"everything is on {name}, the only device"]
@@ -108,7 +108,7 @@ def no_such_degree(degree: int, degrees: Sequence[int], even: bool, why: Iterabl
     return said + 'Use strategy="balanced", which places whole modules.'
 
 
-def lacking_memory(task: Task, closest: Choice, remedy: str) -> str:
+def lacking_memory(task: CutTask, closest: Choice, remedy: str) -> str:
     """Say which device lacks how much though all is cut that can be, and what may help."""
     over = [peak - device.budget_bytes for peak, device in zip(closest.peaks, closest.devices, strict=True)]
     rank = max(range(len(over)), key=lambda index: over[index])
@@ -127,7 +127,7 @@ def lacking_memory(task: Task, closest: Choice, remedy: str) -> str:
     )
 
 
-def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, ...]:
+def explain_whole(task: CutTask, found: AxisGroups, best: Choice) -> tuple[Whole, ...]:
     """List the matrices that are on every rank whole, with the reason, once for all blocks that are alike."""
     degree = len(best.devices)
     picked = {option.index for option in best.picked}
@@ -158,7 +158,7 @@ def explain_whole(task: Task, found: AxisGroups, best: Choice) -> tuple[Whole, .
     return tuple(Whole(blocks=blocks, names=tuple(names), reason=reason) for (blocks, reason), names in rows.items())
 
 
-def _why_whole(task: Task, offers: Sequence[AxisGroup], against: frozenset[int], degree: int) -> str:
+def _why_whole(task: CutTask, offers: Sequence[AxisGroup], against: frozenset[int], degree: int) -> str:
     """Why groups that would cut a parameter were not taken; `against`: those that what was taken excludes."""
     if not offers:
         return ""

@@ -19,7 +19,7 @@ from autoshard.capture.columns import columns_of
 from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster, Device
 from autoshard.common.module_paths import join
-from autoshard.engine.cuts import Collective, Traced, Tracer
+from autoshard.engine.cuts import Collective, CutTrace, Tracer
 from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
 from autoshard.plan.sharding import Cut, even_shares
 from autoshard.profile.measure import trained_sizes
@@ -88,7 +88,7 @@ def _savings(profile: Profile, halves: Sequence[Cut], of_module: Sequence[bool],
 
 
 def _saving(
-    profile: Profile, half: Cut, traced: Traced, flops: Array, moved: Array, trained: Mapping[str, int]
+    profile: Profile, half: Cut, traced: CutTrace, flops: Array, moved: Array, trained: Mapping[str, int]
 ) -> Saving:
     graph, columns = profile.graph, columns_of(profile.graph)
     gone = np.zeros(len(graph.values))

@@ -47,7 +47,7 @@ class Choice:
 
 
 @dataclass(slots=True, kw_only=True)
-class Task:
+class CutTask:
     """What is asked, with what does not depend on the devices worked out.
 
     Attributes:

@@ -20,7 +20,7 @@ from autoshard.cluster.cluster import Cluster, Device, plan_device
 from autoshard.common.module_paths import is_below, parent
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate
-from autoshard.engine.replicas import Block, Figures, RowSizes, Run, blocks_of
+from autoshard.engine.replicas import ReplicaBlock, ReplicaPass, ReplicaPricer, RowSizes, blocks_of
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import BatchAxis
@@ -33,13 +33,13 @@ _MOVES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class ReplicaSet:
     """Replicas on some devices, with their rows and a pass of them."""
 
     devices: tuple[Device, ...]
     rows: tuple[int, ...]
     sharded: bool
-    run: Run
+    run: ReplicaPass
 
     @property
     def lacking(self) -> DeviceEstimate:
@@ -65,7 +65,7 @@ def data_parallel(
         raise PlanError(
             f"a batch of {batch.size} rows can't be divided over {processes} processes. Give at least {processes} rows."
         )
-    task = Task(profile, cluster, batch, processes, objective)
+    task = ReplicaTask(profile, cluster, batch, processes, objective)
     everyone = 1 < processes == len(devices)
     able = [device for device in devices if everyone or task.holds_replica(device)] or devices
     sets = [devices] if everyone else task.sets(able)
@@ -76,7 +76,7 @@ def data_parallel(
     if not fitting:
         raise PlanError(_refusal(task, tried, devices, processes))
 
-    def value(one: Candidate) -> tuple[float, float, int]:
+    def value(one: ReplicaSet) -> tuple[float, float, int]:
         first = max(map(fullness, one.run.replicas)) if objective == "memory" else one.run.seconds
         return first, one.run.seconds, len(one.devices)
 
@@ -102,7 +102,7 @@ def data_parallel(
     )
 
 
-class Task:
+class ReplicaTask:
     """What candidates are priced with: the run by rows, and the blocks that would be gathered as one."""
 
     def __init__(
@@ -111,8 +111,8 @@ class Task:
         self.profile, self.cluster, self.batch, self.objective = profile, cluster, batch, objective
         self.processes = processes > 0
         self.rows = RowSizes(profile, batch)
-        self.blocks: tuple[Block, ...] = blocks_of(profile.graph, gathered_blocks(profile.graph))
-        self.priced: dict[tuple[int, bool], Figures] = {}
+        self.blocks: tuple[ReplicaBlock, ...] = blocks_of(profile.graph, gathered_blocks(profile.graph))
+        self.priced: dict[tuple[int, bool], ReplicaPricer] = {}
 
     def sets(self, able: Sequence[Device]) -> list[Sequence[Device]]:
         """Devices to try, of every number: first those that would do most of the batch in a time."""
@@ -124,16 +124,16 @@ class Task:
         """Whether a device has room for the model with one row of the batch."""
         return self.figures(2, False).of(device, 1).free_bytes >= 0
 
-    def figures(self, count: int, sharded: bool) -> Figures:
+    def figures(self, count: int, sharded: bool) -> ReplicaPricer:
         """What prices `count` replicas; what was computed for one count serves the others."""
         key = (count if sharded else min(count, 2), sharded)
         if key not in self.priced:
-            self.priced[key] = Figures(
+            self.priced[key] = ReplicaPricer(
                 self.rows, blocks=self.blocks if sharded else (), count=count, processes=self.processes or sharded
             )
         return self.priced[key]
 
-    def candidate(self, devices: Sequence[Device], *, sharded: bool) -> Candidate:
+    def candidate(self, devices: Sequence[Device], *, sharded: bool) -> ReplicaSet:
         """Divide the batch over these devices, as fast as their memory allows."""
         figures = self.figures(len(devices), sharded)
         size = self.batch.size
@@ -142,9 +142,9 @@ class Task:
         else:
             rows = self._shares(figures, devices) or even_shares(size, len(devices))
         run = figures.run(self.cluster, devices, rows)
-        return Candidate(devices=tuple(devices), rows=rows, sharded=sharded, run=run)
+        return ReplicaSet(devices=tuple(devices), rows=rows, sharded=sharded, run=run)
 
-    def _shares(self, figures: Figures, devices: Sequence[Device]) -> tuple[int, ...] | None:
+    def _shares(self, figures: ReplicaPricer, devices: Sequence[Device]) -> tuple[int, ...] | None:
         """Rows of each: the slowest is done as early as can be, or the fullest is as empty; None if none fit."""
         most = [max(self._most_rows(figures, device, first=not i), 1) for i, device in enumerate(devices)]
         full = self.objective == "memory"
@@ -174,7 +174,7 @@ class Task:
         """Seconds of the whole batch on a device, as if it could do it as often as its memory asks for."""
         return self.rows.seconds(device, self.batch.size) / max(self._most_rows(self.figures(2, False), device), 1)
 
-    def _most_rows(self, figures: Figures, device: Device, *, first: bool = False) -> int:
+    def _most_rows(self, figures: ReplicaPricer, device: Device, *, first: bool = False) -> int:
         """The most rows with which a replica fits on a device; bytes grow with rows."""
         low, high = 0, self.batch.size
         while low < high:
@@ -242,7 +242,7 @@ def _beside_one_another(graph: ModelGraph, paths: Sequence[str]) -> set[str]:
 
 
 def _reasons(
-    task: Task, best: Candidate, tried: Sequence[Candidate], devices: Sequence[Device], objective: str
+    task: ReplicaTask, best: ReplicaSet, tried: Sequence[ReplicaSet], devices: Sequence[Device], objective: str
 ) -> tuple[str, ...]:
     count, size = len(best.devices), task.batch.size
     names = ", ".join(device.name for device in best.devices)
@@ -293,7 +293,7 @@ def _reasons(
     return tuple(reasons)
 
 
-def _refusal(task: Task, tried: Sequence[Candidate], devices: Sequence[Device], processes: int) -> str:
+def _refusal(task: ReplicaTask, tried: Sequence[ReplicaSet], devices: Sequence[Device], processes: int) -> str:
     """Say which device lacks how much, and one change that was tried and works."""
     closest = max(tried, key=lambda one: one.lacking.free_bytes)
     worst = closest.lacking

@@ -81,7 +81,7 @@ def offload(
     `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk.
     """
     not_on_disk = {tensor.storage for tensor in profile.graph.tensors if tensor.name in set(in_memory)}
-    task = _Task(profile, cluster, units, pins, computing, objective, not_on_disk)
+    task = _OffloadTask(profile, cluster, units, pins, computing, objective, not_on_disk)
     best: Offloaded | None = None
     lacks: list[Lack] = []
     without_gain = 0
@@ -99,7 +99,7 @@ def offload(
     return best or least
 
 
-class _Task:
+class _OffloadTask:
     """What all divisions of one request share."""
 
     def __init__(

@@ -133,7 +133,7 @@ def most_units(costs: StageCosts, room: Room) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class SearchNodes:
     """Nodes and steps of the search: kinds of devices, taken in any order, or one after the other with few left out."""
 
     kinds: list[list[int]]
@@ -176,13 +176,13 @@ class Network:
         return all(node[1][number] for number in holding)
 
 
-def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[Network]:
+def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[SearchNodes]:
     """All orders of the devices at once if they are few kinds, else the orders that are most likely the best."""
     pinned = tuple(costs.pinned)
     kinds = costs.kinds(room.has_bytes, room.taken_bytes)
     if apart >= 0:
         kinds = [[apart], *([d for d in kind if d != apart] for kind in kinds)]
-    whole = Network([kind for kind in kinds if kind], False, pinned)
+    whole = SearchNodes([kind for kind in kinds if kind], False, pinned)
     if whole.steps <= _MOST_STEPS and (whole.steps * costs.size**2 <= 8 * _WORK or len(kinds) <= 2):
         return [whole]
     devices, total = range(costs.chain.num_devices), costs.chain.seconds.sum(axis=1)
@@ -191,13 +191,15 @@ def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[Network]:
         tuple(sorted(devices, key=lambda d: float(total[d]))): None,
         tuple(sorted(devices, key=lambda d: -float(room.left_bytes[d]))): None,
     }
-    return [Network([[device] for device in order], True, pinned) for order in orders]
+    return [SearchNodes([[device] for device in order], True, pinned) for order in orders]
 
 
 # ---- the dynamic programme
 
 
-def _search(costs: StageCosts, room: Room, objective: Objective, network: Network, spare: int = -1) -> Solution | None:
+def _search(
+    costs: StageCosts, room: Room, objective: Objective, network: SearchNodes, spare: int = -1
+) -> Solution | None:
     """Find the best stages. `spare`: a device that is to hold as little as possible, whatever that costs."""
     total = float(costs.chain.seconds.sum(axis=1).min())
     figures = _Figures(costs, room, network)
@@ -235,7 +237,7 @@ Priced = Callable[[int], tuple[Array, float]]
 class _Figures:
     """Seconds and load of stages with given capacities; devices of a kind share them."""
 
-    def __init__(self, costs: StageCosts, room: Room, network: Network) -> None:
+    def __init__(self, costs: StageCosts, room: Room, network: SearchNodes) -> None:
         self.costs, self.room = costs, room
         self.of_kind = {device: kind[0] for kind in network.kinds for device in kind}
         self.loads: dict[int, Array] = {}
@@ -266,7 +268,7 @@ class _Figures:
         return find
 
 
-def _sweep(size: int, network: Network, priced: Priced, combine: np.ufunc) -> tuple[float, Stages] | None:
+def _sweep(size: int, network: SearchNodes, priced: Priced, combine: np.ufunc) -> tuple[float, Stages] | None:
     """Find the way through the network with the least sum, or the least worst, of its stages."""
     begun = np.full(size + 1, np.inf)
     begun[0] = 0.0

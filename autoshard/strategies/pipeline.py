@@ -229,8 +229,8 @@ def _lacking(figures: Estimate) -> int:
 def _write(profile: Profile, batch: BatchAxis, objective: str, one_process: bool, one: Cutting, begins: Array) -> Plan:
     """Write down what was decided."""
     units, graph, names = find_units(profile), profile.graph, [device.name for device in one.way.devices]
-    borders = begins[list(one.cuts[1:-1])]
-    stage_of_unit = np.searchsorted(borders, np.arange(len(units.paths)), side="right")
+    boundaries = begins[list(one.cuts[1:-1])]
+    stage_of_unit = np.searchsorted(boundaries, np.arange(len(units.paths)), side="right")
     stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
     paths: list[list[str]] = [[] for _ in one.recompute]
     for path, stage in (collapse(stage_of, graph) if stage_of else {"": "0"}).items():

@@ -61,7 +61,7 @@ class Checked:
 
 
 @dataclass(frozen=True, slots=True)
-class Posed:
+class JoinedChain:
     """A chain with some units joined: `group` says which unit of it each unit of the whole chain is in."""
 
     costs: StageCosts
@@ -85,10 +85,10 @@ class _Task:
     known: dict[tuple[int, ...], Checked]
     wanted: set[int] = field(default_factory=set)
 
-    def solve(self, posed: Sequence[Posed], room: Room) -> Solution | None:
+    def solve(self, joined_chains: Sequence[JoinedChain], room: Room) -> Solution | None:
         """The best in this room, for all units; None if nothing fits."""
         solve = STRATEGIES[self.strategy]
-        every = [(solve(one.costs, room, self.objective), one) for one in posed]
+        every = [(solve(one.costs, room, self.objective), one) for one in joined_chains]
         found = [one.whole(solution) for solution, one in every if solution is not None]
         return min(found, key=self.score, default=None)
 
@@ -148,25 +148,25 @@ def place(
             finest = next(iter([*levels(posed_chain, room)][-1:]), [])
             solution = task.solve(finest, room)
             task.wanted = set() if solution is None else set(solution.assignment)
-        for posed in levels(posed_chain, room):
-            room, best = _rounds(task, posed, room, best, beat)
+        for joined_chains in levels(posed_chain, room):
+            room, best = _rounds(task, joined_chains, room, best, beat)
             if any_will_do and best is not None and best.estimate.fits:
                 return best
     return best if best is not None and best.estimate.fits else None
 
 
 def _rounds(
-    task: _Task, posed: Sequence[Posed], room: Room, best: Checked | None, beat: float | None = None
+    task: _Task, joined_chains: Sequence[JoinedChain], room: Room, best: Checked | None, beat: float | None = None
 ) -> tuple[Room, Checked | None]:  # fmt: skip
     """Solve and check at one depth until nothing new comes; returns what is known of the room then, and the best."""
     seen: set[tuple[int, ...]] = set()
     lenient = room
     most = _MANY_OPS // max(len(task.profile.graph.ops), 1) - len(task.known)
     for _ in range(min(_ROUNDS, max(most, 1))):
-        solution = task.solve(posed, room) or task.solve(posed, lenient)
+        solution = task.solve(joined_chains, room) or task.solve(joined_chains, lenient)
         fits = best is not None and best.estimate.fits
         if solution is None and not fits and not seen:  # the chain may count more than there is
-            solution = posed[-1].whole(most_even(posed[-1].costs, room))
+            solution = joined_chains[-1].whole(most_even(joined_chains[-1].costs, room))
         if solution is None or solution.assignment in seen:
             break
         if best is not None and fits and task.score(solution) >= task.score(best) * (1 - _BETTER):
@@ -177,11 +177,11 @@ def _rounds(
         found = task.check(solution)
         if best is None or task.rank(found) < task.rank(best):
             best = found
-        room, lenient = _corrected(task, posed, room, found)
+        room, lenient = _corrected(task, joined_chains, room, found)
     return room, best
 
 
-def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) -> tuple[Room, Room]:
+def _corrected(task: _Task, joined_chains: Sequence[JoinedChain], room: Room, found: Checked) -> tuple[Room, Room]:
     """The room with what used devices, and all that equal them, turned out to hold; and with half of what was too much.
 
     What is too much may depend on the solution: then the whole of it leaves no room for others.
@@ -189,7 +189,7 @@ def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) 
     taken, lenient = room.taken_bytes.copy(), room.taken_bytes.copy()
     used = set(found.solution.assignment)
     held = cost_of(task.chain, found.solution.assignment).memory_bytes
-    for kind in posed[0].costs.kinds(room.has_bytes):
+    for kind in joined_chains[0].costs.kinds(room.has_bytes):
         rows = [(device, found.estimate.devices[device]) for device in kind if device in used]
         if rows:
             taken[kind] = max(row.peak_bytes - held[device] for device, row in rows)
@@ -197,12 +197,12 @@ def _corrected(task: _Task, posed: Sequence[Posed], room: Room, found: Checked) 
     return replace(room, taken_bytes=taken), replace(room, taken_bytes=lenient)
 
 
-def levels(chain: Chain, room: Room) -> Iterator[list[Posed]]:
+def levels(chain: Chain, room: Room) -> Iterator[list[JoinedChain]]:
     """Yield the chain with cuts between the largest modules to cuts between all, tied units apart and together."""
     choices = [(one, group, _depths(one)) for one, group in tie_choices(chain)]
     most = most_units(StageCosts(chain), room)
     for depth in sorted({int(depth) for _, _, depths in choices for depth in depths[1:]}) or [0]:
-        posed, thinned = [], False
+        joined_chains, thinned = [], False
         for one, group, depths in choices:
             cuts = depths <= depth
             if cuts.sum() > most:
@@ -210,9 +210,9 @@ def levels(chain: Chain, room: Room) -> Iterator[list[Posed]]:
             runs = np.cumsum(cuts) - 1
             joined = join(one, runs)
             assert joined is not None
-            posed.append(Posed(StageCosts(joined), runs[group]))
-        if posed:
-            yield posed
+            joined_chains.append(JoinedChain(StageCosts(joined), runs[group]))
+        if joined_chains:
+            yield joined_chains
         if thinned:
             return
 

@@ -22,13 +22,13 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
     Without `works` no change is looked for: that takes as long as several plans.
     """
     room = Room.of(chain.capacity_bytes)
-    posed = [one for every in levels(chain, room) for one in every]
-    if not posed:
+    joined_chains = [one for every in levels(chain, room) for one in every]
+    if not joined_chains:
         return (
             "the pins contradict each other: modules that share a weight are pinned to different devices. "
             "Pin all of them to one device, or leave out all pins but one."
         )
-    even = posed[-1].whole(most_even(posed[-1].costs, room))
+    even = joined_chains[-1].whole(most_even(joined_chains[-1].costs, room))
     capacity = room.has_bytes
     device = int(np.argmax(np.array(even.cost.memory_bytes) - capacity))
     need, has = even.cost.memory_bytes[device], float(capacity[device])

@@ -21,7 +21,7 @@ from autoshard.strategies.chain import Array, Chain
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Copies:
+class ParameterCopies:
     """What comes in to stage [i, j): number of copies, bytes copied (both per pass) and bytes kept; `idle`: to none."""
 
     count: Array
@@ -45,7 +45,7 @@ class StageCosts:
         self.position[self.free] = np.arange(self.size)
         at = np.arange(self.size + 1)
         self.valid = at[:, None] < at[None, :]
-        self._copies: dict[int, Copies] = {}
+        self._copies: dict[int, ParameterCopies] = {}
         self._held: dict[int, Array] = {}
         self._seconds: dict[object, Array] = {}
         self._rows = [row.tobytes() for row in chain.seconds]
@@ -63,14 +63,14 @@ class StageCosts:
         tensor, user = tensor[order], user[order]
         return self.position[source], self.pinned_to[source], tensor, self.position[user], self.pinned_to[user]
 
-    def copies(self, device: int) -> Copies:
+    def copies(self, device: int) -> ParameterCopies:
         """Return the incoming copies of a device; all without pinned units have the same."""
         key = device if device in self.pinned else -1
         if key not in self._copies:
             self._copies[key] = self._find_copies(device)
         return self._copies[key]
 
-    def _find_copies(self, device: int) -> Copies:
+    def _find_copies(self, device: int) -> ParameterCopies:
         source, source_device, tensor, at, at_device = self._edges
         last, chain = self.size, self.chain
         fed = np.zeros(len(source), bool)  # needed by a unit pinned here: copied in unless the stage makes it
@@ -98,7 +98,7 @@ class StageCosts:
         nbytes, times = np.asarray(chain.tensor_bytes, float), np.asarray(chain.tensor_copies, float)
         weights = times, times * nbytes, nbytes
         count, moved, kept = (_plane(corners, weight[rows], last) for weight in weights)
-        return Copies(count, moved, kept, tuple(float(weight[px].sum()) for weight in weights))  # type: ignore[arg-type]
+        return ParameterCopies(count, moved, kept, tuple(float(weight[px].sum()) for weight in weights))  # type: ignore[arg-type]
 
     def held(self, device: int) -> Array:
         """[m+1, m+1] bytes that a device holds with a stage."""

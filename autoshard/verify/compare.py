@@ -8,7 +8,7 @@ import torch
 
 from autoshard.torch_private import DispatchMode
 from autoshard.verify.report import Difference
-from autoshard.verify.run import Result, Work, largest, rounding_of
+from autoshard.verify.run import RunResult, Work, largest, rounding_of
 
 _HALVES = (torch.float16, torch.bfloat16)  # the one with the fewest digits last
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.copy_.default}
@@ -48,7 +48,7 @@ def stopped(during: str, message: str, module: str = "", output: str = "") -> Er
     return Errors(math.inf, math.inf, first, math.inf)
 
 
-def compare(expected: list[Result], found: list[Result], tolerance: float, work: Work) -> Errors:
+def compare(expected: list[RunResult], found: list[RunResult], tolerance: float, work: Work) -> Errors:
     """Compare two runs of some work result by result; they must have the same results in the same order.
 
     `tolerance`: the largest absolute error that passes. Where sums are reordered what rounding makes of it passes as
@@ -76,7 +76,7 @@ def _until(errors: Errors, end: Errors) -> Errors:
     return end
 
 
-def _compare_one(expected: Result, found: Result, tolerance: float, errors: Errors, cut: bool) -> None:
+def _compare_one(expected: RunResult, found: RunResult, tolerance: float, errors: Errors, cut: bool) -> None:
     left, right, message = expected.value, found.value, ""
     if cut and left.shape != right.shape:
         left, right = _matched(left, found.parts or (right,))
@@ -93,7 +93,7 @@ def _compare_one(expected: Result, found: Result, tolerance: float, errors: Erro
         )
 
 
-def _noise(results: list[Result], coarsest: torch.dtype | None) -> dict[str, float]:
+def _noise(results: list[RunResult], coarsest: torch.dtype | None) -> dict[str, float]:
     """What a gradient that is zero but for rounding may be: it has no size of its own to compare with."""
     noise = dict.fromkeys((result.during for result in results), 0.0)
     for result in results:

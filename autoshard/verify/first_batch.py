@@ -29,7 +29,7 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.microbatches import Divide
 from autoshard.verify.compare import compare
 from autoshard.verify.report import Difference
-from autoshard.verify.run import Result, Work, run
+from autoshard.verify.run import RunResult, Work, run
 from autoshard.verify.runner import run_both
 from autoshard.verify.stage import is_divided
 
@@ -149,7 +149,7 @@ def _in_one_piece(model: nn.Module) -> nn.Module:
     return made
 
 
-def _message(model: nn.Module, divide: Divide | None, first: Difference, expected: Sequence[Result]) -> str:
+def _message(model: nn.Module, divide: Divide | None, first: Difference, expected: Sequence[RunResult]) -> str:
     what = "the output" if first.output == "output" else first.output
     values = [one.value.double() for one in expected if one.output == first.output and one.value.numel()]
     most = max((float(value.abs().max()) for value in values), default=1.0)

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.verify.compare import compare, stopped
 from autoshard.verify.report import Difference
-from autoshard.verify.run import Result, Work, results_of, run
+from autoshard.verify.run import RunResult, Work, results_of, run
 from autoshard.verify.runner import Build, run_both
 
 
@@ -24,12 +24,12 @@ def locate(
         return seen
     end: list[Difference] = []
 
-    def whole() -> list[Result]:
+    def whole() -> list[RunResult]:
         with _Recorder(original()) as recorder:
             run(recorder.model, work, homes[0])
         return recorder.results
 
-    def planned() -> list[Result]:
+    def planned() -> list[RunResult]:
         with _Recorder(applied()) as recorder:
             try:
                 run(recorder.model, work, homes[1])
@@ -53,7 +53,7 @@ class _Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.results: list[Result] = []
+        self.results: list[RunResult] = []
         self.open: list[str] = []
         self._handles = []
         for path, module in model.named_modules():

@@ -28,7 +28,7 @@ from autoshard.runtime.dispatch import own_place
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.verify.compare import Errors, compare, stopped
 from autoshard.verify.report import Difference, Verification
-from autoshard.verify.run import Result, Work, after_backward, optimizer_of, results_of, run
+from autoshard.verify.run import RunResult, Work, after_backward, optimizer_of, results_of, run
 from autoshard.verify.runner import IN_PARTS, Build, run_both
 
 
@@ -54,7 +54,7 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     work = _on_own_rows(original(), plan, batch, replace(work, divided=True, cut=bool(plan.cuts)), ranks.rank)
     failed: list[Errors] = []
 
-    def whole() -> list[Result]:
+    def whole() -> list[RunResult]:
         try:
             return list(_original(original(), plan, batch, work, ranks, device))
         except AutoshardError:
@@ -64,7 +64,7 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
                 f"the original itself fails with these inputs: {type(error).__name__}: {error}."
             ) from error
 
-    def planned() -> list[Result]:
+    def planned() -> list[RunResult]:
         model = apply_plan(original(), plan)
         try:
             return list(_applied(model, batch, work))
@@ -94,7 +94,7 @@ def _on_own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, ran
 
 def _original(
     model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, ranks: ProcessRanks, device: torch.device
-) -> Iterator[Result]:
+) -> Iterator[RunResult]:
     """What a rank should have: outputs of its rows; gradients and parameters of all rows."""
     mesh = plan.mesh
     assert mesh is not None
@@ -114,7 +114,7 @@ def _original(
     yield from _trained(model, parameters, work)
 
 
-def _applied(model: nn.Module, batch: BatchAxis, work: Work) -> Iterator[Result]:
+def _applied(model: nn.Module, batch: BatchAxis, work: Work) -> Iterator[RunResult]:
     record = pipeline_record(model)
     if not work.training:
         if record is None:
@@ -140,7 +140,7 @@ def _step(model: nn.Module, batch: BatchAxis, args: tuple, kwargs: dict[str, Any
     return RankSchedule(model, lambda output: _loss(batch, output), "sum").step(*args, **kwargs)
 
 
-def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) -> Iterator[Result]:
+def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) -> Iterator[RunResult]:
     """Gradients, and parameters after a step of the optimizer; all ranks of a stage are asked for the same."""
     optimizer = optimizer_of(work.optimizer, [one for one in parameters.values() if one.requires_grad])
     yield from after_backward(model, parameters, optimizer, softened=1.0)  # alike on all ranks

@@ -20,7 +20,7 @@ from autoshard.runtime.slices import merge
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class RunResult:
     """One tensor that a run produced, on the CPU: when, where (module path, or ""), which, and its values.
 
     `parts`: of a tensor that ranks have different parts of, all of them.
@@ -90,8 +90,8 @@ def run(
     work: Work,
     device: torch.device | None = None,
     measure: Callable[[], None] | None = None,
-    results: list[Result] | None = None,
-) -> list[Result]:
+    results: list[RunResult] | None = None,
+) -> list[RunResult]:
     """Run the model on copies of the inputs, placed on `device` (None: where they are).
 
     `results`, if given, is what results are added to, so that they are there if the run stops in between.
@@ -119,7 +119,7 @@ def run(
 
 def _first_pass(
     model: nn.Module, work: Work, device: torch.device | None, optimizer: torch.optim.Optimizer | None
-) -> Iterator[Result]:
+) -> Iterator[RunResult]:
     """The pass, or step, that is compared."""
     name, whole = type(model).__name__, whole_tensors(model)
     args, kwargs, output, loss = _pass(model, work, device, lambda made: _weighted_loss(made, name, work.staying_cut))
@@ -154,7 +154,7 @@ def _pass(
 def after_backward(
     model: nn.Module, parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None,
     softened: float | None = None,
-) -> Iterator[Result]:  # fmt: skip
+) -> Iterator[RunResult]:  # fmt: skip
     """Gradients from last to first, the order in which backward reaches them, and parameters after a step.
 
     `softened`: how much Adam is softened, which has to be alike on all ranks; None: by the largest gradient.
@@ -245,14 +245,14 @@ def _listed(output: Any) -> Any:
     return list(output) if isinstance(output, types.GeneratorType) else output
 
 
-def results_of(during: str, module: str, what: str, value: Any) -> Iterator[Result]:
+def results_of(during: str, module: str, what: str, value: Any) -> Iterator[RunResult]:
     """The tensors in a value, copied to the CPU."""
     for path, whole in tensors_in(value):
         for name, tensor in named_stored(whole):
             parts = tensor.parts if isinstance(tensor, RankTensor) else (tensor,)
             values = tuple(part.detach().to("cpu", copy=True) for part in parts)
             where = f"{path}.{name}".strip(".")
-            yield Result(
+            yield RunResult(
                 during=during, module=module, output=f"{what} {where}".strip(), value=values[0],
                 parts=values if isinstance(tensor, RankTensor) else (),
             )  # fmt: skip

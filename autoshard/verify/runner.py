@@ -15,7 +15,7 @@ from autoshard.errors import VerifyError, first_line
 from autoshard.runtime import is_applied, remove
 from autoshard.verify.compare import CoarsestType
 from autoshard.verify.draws import SteadyDraws
-from autoshard.verify.run import Result, Work, rounding_of
+from autoshard.verify.run import RunResult, Work, rounding_of
 
 Build = Callable[[], nn.Module]
 _PASSES = "1e-5 of the largest value of a tensor in float32 (1e-12 in float64, 1e-2 in float16, 5e-2 in bfloat16)"
@@ -38,9 +38,9 @@ COARSE = (
 
 
 def run_both(
-    whole: Callable[[], list[Result]], planned: Callable[[], list[Result]], work: Work, notes: list[str],
+    whole: Callable[[], list[RunResult]], planned: Callable[[], list[RunResult]], work: Work, notes: list[str],
     devices: Sequence[torch.device],
-) -> tuple[list[Result], list[Result], Work]:  # fmt: skip
+) -> tuple[list[RunResult], list[RunResult], Work]:  # fmt: skip
     """Results of the model itself and of it as planned, and the work with the coarsest type that the model computes in.
 
     `devices`: those whose random numbers begin anew for the second run, and are put back.

@@ -19,7 +19,7 @@ UNLIMITED_BYTES = 1 << 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class RunDevices:
     """The devices to run on: `plan` with the names they have here, and by these their `original_names`."""
 
     plan: Plan
@@ -28,23 +28,23 @@ class Stage:
 
 
 @contextlib.contextmanager
-def devices_of(plan: Plan) -> Iterator[Stage]:
+def devices_of(plan: Plan) -> Iterator[RunDevices]:
     """Provide the devices a plan uses: those that are here, or simulated ones of the plan's sizes.
 
     What the plan keeps on disk is kept in CPU memory instead: copies of the model are not in a file.
     """
     plan = replace(plan, streamed=dict.fromkeys(plan.streamed, "cpu"))
     if runs_in_processes(plan):  # each on its own device
-        yield Stage(plan=plan, simulated=None, original_names={})
+        yield RunDevices(plan=plan, simulated=None, original_names={})
         return
     used = devices_used(plan)
     names = [device.name for device in plan.devices if device.name in used]
     names += sorted(used - set(names))
     active = active_devices()
     if active is not None and used <= {*active, "cpu"}:
-        yield Stage(plan=plan, simulated=active, original_names={name: name for name in names})
+        yield RunDevices(plan=plan, simulated=active, original_names={name: name for name in names})
     elif active is None and all(is_here(name) for name in names):
-        yield Stage(plan=plan, simulated=None, original_names={name: name for name in names})
+        yield RunDevices(plan=plan, simulated=None, original_names={name: name for name in names})
     else:
         known = {device.name: device for device in plan.devices}
         parts = [known.get(name) or PlanDevice(name=name, memory_bytes=0) for name in names]
@@ -57,7 +57,7 @@ def devices_of(plan: Plan) -> Iterator[Stage]:
                 devices=tuple(replace(part, name=renamed[part.name]) for part in sized),
                 pins={},
             )
-            yield Stage(plan=here, simulated=simulated, original_names={new: old for old, new in renamed.items()})
+            yield RunDevices(plan=here, simulated=simulated, original_names={new: old for old, new in renamed.items()})
 
 
 def devices_used(plan: Plan) -> set[str]:
@@ -77,7 +77,7 @@ def is_here(name: str) -> bool:
     return True
 
 
-def cluster_here(stage: Stage) -> Cluster:
+def cluster_here(stage: RunDevices) -> Cluster:
     """The cluster of the stage's devices, as they are counted here."""
     return stage.simulated.cluster if stage.simulated is not None else cluster_of(stage.plan.devices)
 
@@ -92,7 +92,7 @@ def runs_in_processes(plan: Plan) -> bool:
     return bool(plan.cuts) and count_processes() > 1
 
 
-def home_of(stage: Stage, model: nn.Module) -> torch.device:
+def home_of(stage: RunDevices, model: nn.Module) -> torch.device:
     """Return the device of the root, where inputs belong."""
     if runs_in_processes(stage.plan):
         name = stage.plan.devices[dist.get_rank()].name
@@ -103,7 +103,7 @@ def home_of(stage: Stage, model: nn.Module) -> torch.device:
     return torch.device(homes[""])
 
 
-def accelerators_of(stage: Stage) -> list[torch.device]:
+def accelerators_of(stage: RunDevices) -> list[torch.device]:
     """The devices that are used, but for CPUs; over processes that of this one."""
     cut = runs_in_processes(stage.plan)
     names = {str(home_of(stage, nn.Module()))} if cut else devices_used(stage.plan)

@@ -33,9 +33,9 @@ from autoshard.verify.first_batch import division_of
 from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
-from autoshard.verify.run import Result, Work, run
+from autoshard.verify.run import RunResult, Work, run
 from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, run_both
-from autoshard.verify.stage import Stage, accelerators_of, cluster_here, devices_of, home_of, is_divided
+from autoshard.verify.stage import RunDevices, accelerators_of, cluster_here, devices_of, home_of, is_divided
 
 
 def verify(
@@ -136,7 +136,7 @@ def _compare(
     work: Work,
     tolerance: float,
     notes: list[str],
-    stage: Stage | None,
+    stage: RunDevices | None,
     home: torch.device | None,
     predicted: Mapping[str, int],
 ) -> Verification:
@@ -206,9 +206,9 @@ class _Applied:
         self.full = False
         self.peaks: dict[str, int] = {}
 
-    def __call__(self) -> list[Result]:
+    def __call__(self) -> list[RunResult]:
         tell("runs", 1, 2)
-        simulated, results = self._simulated, list[Result]()
+        simulated, results = self._simulated, list[RunResult]()
         before = {name: simulated.memory(name)[0] for name in simulated} if simulated is not None else {}
         model = self._build()
         try:
@@ -242,7 +242,7 @@ class _Applied:
             self._simulated.limit(to_size=True)
 
 
-def _run_original(original: Build, work: Work, home: torch.device | None, notes: list[str]) -> list[Result]:
+def _run_original(original: Build, work: Work, home: torch.device | None, notes: list[str]) -> list[RunResult]:
     """Run the original; on accelerators it is moved to one of them if it fits, since other devices round otherwise."""
     model = original()
     if home is not None:
@@ -263,7 +263,7 @@ def _run_original(original: Build, work: Work, home: torch.device | None, notes:
         ) from error
 
 
-def _predicted(model: nn.Module, workload: Workload, stage: Stage, work: Work, notes: list[str]) -> dict[str, int]:
+def _predicted(model: nn.Module, workload: Workload, stage: RunDevices, work: Work, notes: list[str]) -> dict[str, int]:
     """Return the estimated peak per device, by its name here."""
     try:
         profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)

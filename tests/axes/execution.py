@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.axes.axis import Axis, Leaf, covers, describe, leaves
+from autoshard.axes.axis import Axis, Factor, covers, describe, leaves
 from autoshard.axes.groups import _times
-from autoshard.axes.walk import Contraction, Walk
+from autoshard.axes.walk import AxisWalk, Contraction
 from autoshard.capture.graph import Op
 from autoshard.capture.traits import tensors_of
 from autoshard.plan.sharding import even_shares, kept
@@ -78,7 +78,7 @@ class Trial:
         self.ops = recorder.ops
         self.made = [recorder.index(tensor) for tensor in self.results]
         rows = [SimpleNamespace(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in recorder.tensors]
-        self.walk = Walk(SimpleNamespace(values=rows, calls=[SimpleNamespace(path="trial")]))  # type: ignore[arg-type]
+        self.walk = AxisWalk(SimpleNamespace(values=rows, calls=[SimpleNamespace(path="trial")]))  # type: ignore[arg-type]
         self.given = values
         for op in self.ops:
             self.walk.run(op)
@@ -92,7 +92,7 @@ class Trial:
 
     # ---- what is claimed
 
-    def can_be_cut(self, leaf: Leaf) -> bool:
+    def can_be_cut(self, leaf: Factor) -> bool:
         """As `groups` decides for one block."""
         sums = [contraction.axis for contraction in self.walk.contractions if leaf in leaves(contraction.axis)]
         return (
@@ -102,7 +102,7 @@ class Trial:
             and not any(sum(_times(axis, leaf) for axis in axes) > 1 for axes in self.walk.axes.values())
         )
 
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[Factor]:
         """What can be cut, in order of appearance."""
         axes = [axis for value in (*self.given, *self.made) for axis in self.walk.axes[value]]
         return [leaf for leaf in dict.fromkeys(leaf for axis in axes for leaf in leaves(axis)) if self.can_be_cut(leaf)]
@@ -113,7 +113,7 @@ class Trial:
 
         def text(axis: Axis) -> str:
             parts = [
-                names.get(factor, ".") if isinstance(factor, Leaf) else f"[{'|'.join(map(text, factor.segments))}]"
+                names.get(factor, ".") if isinstance(factor, Factor) else f"[{'|'.join(map(text, factor.segments))}]"
                 for factor in axis
             ]
             return f"({''.join(parts)})" if len(parts) > 1 else "".join(parts) or "1"
@@ -132,7 +132,7 @@ class Trial:
             for shares in ways(leaf.size):
                 self._check(leaf, shares)
 
-    def _check(self, leaf: Leaf, shares: tuple[int, ...]) -> None:
+    def _check(self, leaf: Factor, shares: tuple[int, ...]) -> None:
         sums = [contraction for contraction in self.walk.contractions if leaf in leaves(contraction.axis)]
         assert len(sums) < 2, "a trial has one sum at its end at most"
         what = f"{self.claim()}: {leaf!r} of it over {shares}"
@@ -158,7 +158,7 @@ class Trial:
                 same(part + self._addend(sums[0], whole), whole, what)
 
     def _local(
-        self, leaf: Leaf, shares: tuple[int, ...], rank: int, sums: list[Contraction], shapes: Any
+        self, leaf: Factor, shares: tuple[int, ...], rank: int, sums: list[Contraction], shapes: Any
     ) -> list[torch.Tensor]:
         """What a rank makes of its part; what is added once is left out."""
         local = []
@@ -185,7 +185,7 @@ class Trial:
             addend = addend.view(-1, *[1] * (whole.dim() - 2))
         return addend * node.kwargs.get("beta", 1)  # type: ignore[operator]
 
-    def _kept(self, value: int, leaf: Leaf, shares: tuple[int, ...], rank: int) -> list[torch.Tensor]:
+    def _kept(self, value: int, leaf: Factor, shares: tuple[int, ...], rank: int) -> list[torch.Tensor]:
         axes = self.walk.axes[value]
         return [torch.from_numpy(kept(describe(axis, leaf), shares, rank).copy()) for axis in axes]
 

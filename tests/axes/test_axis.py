@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoshard.axes.axis import (
     Cat,
-    Leaf,
+    Factor,
     concatenate,
     covers,
     cut,
@@ -115,7 +115,7 @@ def test_paired_axes_are_the_same_or_lost(case):
 def trees(draw, depth=2):
     """An axis, its leaves, and for every leaf the slice that each index is in, -1 where it is in none."""
     if depth == 0 or draw(st.integers(0, 2)) == 0:
-        leaf = Leaf(draw(st.integers(2, 3 if depth == 0 else 5)))
+        leaf = Factor(draw(st.integers(2, 3 if depth == 0 else 5)))
         return (leaf,), {leaf: list(range(leaf.size))}
     parts = [draw(trees(depth - 1)) for _ in range(draw(st.integers(2, 3)))]
     sizes = [size_of(axis) for axis, _ in parts]

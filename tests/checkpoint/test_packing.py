@@ -11,7 +11,7 @@ from torch import nn
 
 import autoshard
 from autoshard.checkpoint import reading
-from autoshard.checkpoint.data import Checkpoint, Source, Target, whole_entry
+from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.reading import read_into
@@ -46,7 +46,7 @@ def test_packed_by_rows_as_whole(tmp_path, monkeypatch, elements):
             for device in devices
             for name, tensor in wanted.items()
         ]
-        report = read_into(checkpoint, sources, [Target(source=name, tensor=into) for name, into in found])
+        report = read_into(checkpoint, sources, [ReadTarget(source=name, tensor=into) for name, into in found])
         for name, into in found:
             assert into.equal(tensors["b"]) if name == "b" else _equal(into, Scaled.pack(wanted[name]))
         assert report.bytes_read == 2 * (40 + 17) * 16 + 3 * 16
@@ -55,7 +55,7 @@ def test_packed_by_rows_as_whole(tmp_path, monkeypatch, elements):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        target = Target(source="a", tensor=_empty(tensors["a"]))
+        target = ReadTarget(source="a", tensor=_empty(tensors["a"]))
         read_into(checkpoint, {"a": replace(sources["a"], pack=refuse)}, [target])
 
 

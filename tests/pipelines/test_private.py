@@ -5,7 +5,7 @@ import inspect
 import pytest
 from torch.distributed.pipelining import PipelineStage
 
-from autoshard.pipelines.torch_stage import Stage
+from autoshard.pipelines.torch_stage import TorchStage
 
 lets_go = pytest.mark.skipif(
     not hasattr(PipelineStage, "release_fwd_send_outputs"), reason="this torch keeps its buffers"
@@ -13,8 +13,10 @@ lets_go = pytest.mark.skipif(
 
 
 def test_torch_has_what_is_overridden():
-    for name in (key for key, item in vars(Stage).items() if callable(item) and key[0] != "_"):
-        ours, theirs = (tuple(inspect.signature(getattr(kind, name)).parameters) for kind in (Stage, PipelineStage))
+    for name in (key for key, item in vars(TorchStage).items() if callable(item) and key[0] != "_"):
+        ours, theirs = (
+            tuple(inspect.signature(getattr(kind, name)).parameters) for kind in (TorchStage, PipelineStage)
+        )
         assert theirs[: len(ours)] == ours, f"PipelineStage.{name} takes {theirs} now"
 
 

@@ -114,9 +114,9 @@ def test_parts_go_their_own_way_and_gradients_are_kept_as_they_are():
 
 def test_what_is_the_same_in_every_run_is_not_read_again():
     model, (_, inputs) = Reads(), masked()
-    graph, tape = record_forward(model, (), inputs, grad=True)
-    found = find_steps(graph, tape, divide(graph, [["layer"], ["order"]]))
+    graph, call_log = record_forward(model, (), inputs, grad=True)
+    found = find_steps(graph, call_log, divide(graph, [["layer"], ["order"]]))
     program, readings = write_readings(found, model, torch.device("cpu"))
-    assert sum(one.function is not None for one in tape.readings) == 3
+    assert sum(one.function is not None for one in call_log.readings) == 3
     assert [bool(one.result) for one in readings] == [True, False]
     assert [bool(value) for value in program.run((), tuple(inputs.values()))] == [True, False]

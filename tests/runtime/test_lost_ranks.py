@@ -146,11 +146,11 @@ def _step_of(model, kind, given):
 
 def _set_traps(when):
     """Phases that are none of the model's: between two meetings of `apply`, and while a checkpoint is written."""
-    from autoshard.checkpoint.save import State
+    from autoshard.checkpoint.save import SavedState
     from autoshard.checkpoint.training import SaveParts
     from autoshard.runtime import agreement
 
-    meet, resolve, whole, meetings = agreement.meet, SaveParts.resolve_data, State.whole, []
+    meet, resolve, whole, meetings = agreement.meet, SaveParts.resolve_data, SavedState.whole, []
 
     def counted(*args):
         meetings.append(1)
@@ -166,7 +166,7 @@ def _set_traps(when):
         spring("save")
         return whole(*args)
 
-    agreement.meet, SaveParts.resolve_data, State.whole = counted, resolved, gathered
+    agreement.meet, SaveParts.resolve_data, SavedState.whole = counted, resolved, gathered
     TRAP["when"] = when if when in ("before", "apply") else ""
 
 

@@ -18,9 +18,9 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut
 from autoshard.runtime import apply_plan, is_applied, remove
-from autoshard.runtime.carriers import Carrier
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.pinned import pin
+from autoshard.runtime.prefetcher import Carrier
 from autoshard.runtime.streaming import Streams, hook_streams
 from autoshard.strategies.streamable import divisions
 from autoshard.torch_private import is_storage_shared

@@ -6,7 +6,7 @@ import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from autoshard.errors import SpecError
-from autoshard.schedules.orders import Action, in_flight, make_order
+from autoshard.schedules.orders import PipeAction, in_flight, make_order
 
 KINDS = {"F": "F", "B": "B", "I": "I", "W": "W"}
 
@@ -19,7 +19,7 @@ class Stage:
         self.group_size, self.group_rank, self.group = devices, index % devices, None
         self.is_first, self.is_last, self.has_backward = index == 0, index == count - 1, True
         self.submod, self.device, self.stage_index_to_group_rank = None, "cpu", {}
-        self.done: list[Action] = []
+        self.done: list[PipeAction] = []
 
     def __getattr__(self, name):
         if name.startswith("get_"):
@@ -27,13 +27,13 @@ class Stage:
         return lambda *args, **kwargs: None
 
     def forward_one_chunk(self, index, *args, **kwargs):
-        self.done.append(Action("F", self.stage_index, index))
+        self.done.append(PipeAction("F", self.stage_index, index))
 
     def backward_one_chunk(self, index, *args, **kwargs):
-        self.done.append(Action("B", self.stage_index, index))
+        self.done.append(PipeAction("B", self.stage_index, index))
 
 
-def run_single(kind: type, devices: int, microbatches: int) -> list[tuple[Action, ...]]:
+def run_single(kind: type, devices: int, microbatches: int) -> list[tuple[PipeAction, ...]]:
     rows = []
     for device in range(devices):
         stage = Stage(device, devices, devices)
@@ -73,7 +73,7 @@ def test_several_stages_per_device_are_ordered_as_in_torch(name, kind, devices, 
     made = make_order(name, devices, microbatches, stages_per_device=per_device)
     for device, row in enumerate(made):
         theirs = [a for a in rows[device] if a is not None]
-        assert list(row) == [Action(a.computation_type.value, a.stage_index, a.microbatch_index) for a in theirs]
+        assert list(row) == [PipeAction(a.computation_type.value, a.stage_index, a.microbatch_index) for a in theirs]
 
 
 def test_inference_runs_forwards_only():

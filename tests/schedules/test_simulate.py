@@ -6,7 +6,7 @@ from graphlib import TopologicalSorter
 import pytest
 
 from autoshard.errors import SpecError
-from autoshard.schedules.orders import Action, make_order
+from autoshard.schedules.orders import PipeAction, make_order
 from autoshard.schedules.simulate import Times, simulate
 
 
@@ -22,14 +22,14 @@ def longest_path(order, times: Times) -> dict[tuple, float]:
             seconds[action] = times.of(action)
             needs = after.setdefault(action, [])
             needs += [previous] if previous else []
-            gradient = "I" if Action("I", stage + 1, microbatch) in order[(stage + 1) % devices] else "B"
+            gradient = "I" if PipeAction("I", stage + 1, microbatch) in order[(stage + 1) % devices] else "B"
             if kind == "F" and stage:
-                needs.append(("to", "F", stage, microbatch) if devices > 1 else Action("F", stage - 1, microbatch))
+                needs.append(("to", "F", stage, microbatch) if devices > 1 else PipeAction("F", stage - 1, microbatch))
             if kind in "BI" and stage < stages - 1:
-                made = Action(gradient, stage + 1, microbatch)
+                made = PipeAction(gradient, stage + 1, microbatch)
                 needs.append(("to", "B", stage, microbatch) if devices > 1 else made)
             if kind == "W":
-                needs.append(Action("I", stage, microbatch))
+                needs.append(PipeAction("I", stage, microbatch))
             previous = action
             target = stage + 1 if kind == "F" else stage - 1
             if devices > 1 and kind != "W" and 0 <= target < stages:
@@ -105,7 +105,7 @@ def test_interleaving_makes_the_bubble_smaller_and_zero_bubble_smaller_than_1f1b
 
 
 def test_an_order_that_waits_for_itself_is_refused():
-    order = ((Action("B", 0, 0), Action("F", 0, 0)), (Action("F", 1, 0), Action("B", 1, 0)))
+    order = ((PipeAction("B", 0, 0), PipeAction("F", 0, 0)), (PipeAction("F", 1, 0), PipeAction("B", 1, 0)))
     times = Times(forward=[1.0] * 2, backward=[1.0] * 2, sends=[0.0], returns=[0.0])
     with pytest.raises(SpecError, match="wait for each other"):
         simulate(order, times)

@@ -16,13 +16,13 @@ from autoshard.plan import Mesh, Plan
 from autoshard.search.best import AS_GOOD, _simplicity, search
 from autoshard.search.candidates import device_counts
 from autoshard.search.estimates import estimate_processes
-from autoshard.search.limits import Given, parse_mesh
+from autoshard.search.limits import Fixed, parse_mesh
 from autoshard.search.processes import Asked, make_task, plan_processes
 from tests.search.models import Decoder, traced
 
 
 def task_on(spec: str, *, reserve: float = 0.05, **changes):
-    asked = Asked(reserve=reserve, given=changes.pop("given", Given()))
+    asked = Asked(reserve=reserve, given=changes.pop("given", Fixed()))
     return make_task(traced(**changes), parse_devices(spec), asked)
 
 
@@ -49,7 +49,7 @@ def test_more_devices_or_memory_never_make_it_worse(devices, width, samples):
 def test_what_is_fixed_stays_fixed():
     plan, _, _ = plan_processes(
         traced(), parse_devices("8xA100-40GB"),
-        Asked(given=Given(mesh={"fsdp": 4, "tp": 2}, micro_batch=4, recompute="full")),
+        Asked(given=Fixed(mesh={"fsdp": 4, "tp": 2}, micro_batch=4, recompute="full")),
     )  # fmt: skip
     assert plan.mesh == Mesh(fsdp=4, tp=2) and plan.strategy == "hybrid"
     assert (plan.micro_batch, plan.num_microbatches, plan.recompute) == (4, 2, "full")
@@ -59,7 +59,7 @@ def test_what_is_fixed_stays_fixed():
 def test_all_processes_that_run_take_part():
     """A small answer is fastest on one device; under torchrun the others would have nothing."""
     free, everyone = (search(task_on("4xA100-40GB", given=given, width=64, samples=4, training=False)).best
-                      for given in (Given(), Given(everyone=True)))  # fmt: skip
+                      for given in (Fixed(), Fixed(everyone=True)))  # fmt: skip
     assert free is not None and everyone is not None
     assert free.recipe.devices <= everyone.recipe.devices == 4
 
@@ -76,7 +76,7 @@ def test_all_processes_that_run_take_part():
 )
 def test_a_mesh_that_makes_no_sense_is_refused_with_what_does(mesh, words):
     with pytest.raises(PlanError, match=words):
-        task_on("8xA100-40GB", given=Given(mesh=parse_mesh(mesh)))
+        task_on("8xA100-40GB", given=Fixed(mesh=parse_mesh(mesh)))
 
 
 @pytest.mark.parametrize("text", ["", "fsdp", "fsdp=0", "fsdp=two", "zz=2", "tp=2,tp=4"])
@@ -87,12 +87,12 @@ def test_text_that_is_no_mesh_is_refused(text):
 
 def test_degrees_that_the_model_does_not_allow_name_those_it_does():
     with pytest.raises(PlanError, match="tp=6 is not possible: the model's matrices can be cut over 1, 2, 4"):
-        task_on("6xA100-40GB", given=Given(mesh={"tp": 6}))
+        task_on("6xA100-40GB", given=Fixed(mesh={"tp": 6}))
 
 
 def test_more_replicas_than_samples_are_refused():
     with pytest.raises(PlanError, match="Give --batch 8 or more"):
-        task_on("8xA100-40GB", samples=4, given=Given(mesh={"fsdp": 8}))
+        task_on("8xA100-40GB", samples=4, given=Fixed(mesh={"fsdp": 8}))
 
 
 def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
@@ -120,7 +120,7 @@ def test_the_estimate_of_a_plan_is_that_of_the_search():
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"tp": 8}, {"pp": 8}, {"fsdp": 2, "tp": 2, "pp": 2}])
 def test_a_step_is_compute_waits_bubble_and_optimizer(mesh):
     """Collectives within layers are waited for as well: a tensor-parallel step waits longer than a stage's."""
-    found = search(task_on("8xA100-40GB", given=Given(mesh=mesh))).best
+    found = search(task_on("8xA100-40GB", given=Fixed(mesh=mesh))).best
     assert found is not None
     step = found.figures
     waited = step.exposed_seconds
@@ -132,7 +132,7 @@ def test_a_step_is_compute_waits_bubble_and_optimizer(mesh):
 
 def test_stages_hold_every_tensor_once_and_end_with_the_head():
     work = traced()
-    plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(given=Given(mesh={"pp": 4}, micro_batch=4)))
+    plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(given=Fixed(mesh={"pp": 4}, micro_batch=4)))
     paths = [path for stage in plan.stages for path in stage.paths]
     assert len(paths) == len(set(paths)) and set(paths) == set(plan.placements)
     assert "embed" in plan.stages[0].paths and {"norm", "head"} <= set(plan.stages[-1].paths)
@@ -142,7 +142,7 @@ def test_stages_hold_every_tensor_once_and_end_with_the_head():
 
 
 def test_sharded_replicas_gather_layers():
-    plan, _, _ = plan_processes(traced(), parse_devices("8xA100-40GB"), Asked(given=Given(mesh={"fsdp": 8})))
+    plan, _, _ = plan_processes(traced(), parse_devices("8xA100-40GB"), Asked(given=Fixed(mesh={"fsdp": 8})))
     assert [stage.paths for stage in plan.stages] == [(f"layers.{i}",) for i in range(8)]
 
 
@@ -173,7 +173,7 @@ def test_causes_of_a_token_sum_to_its_seconds():
     """With stages, too, through all of which a token passes."""
     for mesh in ({"tp": 8}, {"pp": 8}, {"tp": 2, "pp": 4}):
         work = traced(training=False, new_tokens=64)
-        _, found, _ = plan_processes(work, parse_devices("8xA100-40GB"), Asked(given=Given(mesh=mesh)))
+        _, found, _ = plan_processes(work, parse_devices("8xA100-40GB"), Asked(given=Fixed(mesh=mesh)))
         assert found.best is not None
         figures = found.best.figures
         assert sum(figures.parts.values()) == pytest.approx(figures.token_seconds)

@@ -1,4 +1,4 @@
-"""Stages of models that write over their borders: one process runs them, processes of their own can't."""
+"""Stages of models that write over their boundaries: one process runs them, processes of their own can't."""
 
 import copy
 

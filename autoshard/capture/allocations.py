@@ -1,4 +1,4 @@
-"""The ledger of a run: ops, values, storages and saves as they come, with births and deaths stamped by weak references.
+"""The log of a run: ops, values, storages and saves as they come, with births and deaths stamped by weak references.
 
 Nothing here holds a tensor that the model made. A weak reference's callback stamps the time of death, which is the
 number of ops seen so far, so the lifetimes are those of the run itself: Python locals, containers and what autograd
@@ -27,7 +27,7 @@ class _Ref(weakref.ref):
     row: int
 
 
-class Ledger:
+class AllocationLog:
     """Rows in the making. `now` is the time: the number of ops seen. After `close` nothing changes any more."""
 
     def __init__(self) -> None:

@@ -1,10 +1,10 @@
 """What a composite graph alone doesn't tell, and who runs parts of it must know: how modules were called, and what was
 read out of tensors on the way.
 
-    layer(x, mask, past=cache)         TapedCall    args (Ref 7, Ref 3), kwargs {"past": the cache}      ran ops 20 … 45
+    layer(x, mask, past=cache)         LoggedCall   args (Ref 7, Ref 3), kwargs {"past": the cache}      ran ops 20 … 45
     if mask.all(): …                   Reading      the value 3, bool, True, before op 12
     with torch.no_grad(): x * 2        an op without gradients
-    Function.apply(x)                  TapedCall    of a function of the user's: its backward is not in any graph
+    Function.apply(x)                  LoggedCall    of a function of the user's: its backward is not in any graph
 
 A `Ref` stands for a tensor: it is the number of its value. An `Opaque` stands for an object that has tensors.
 """
@@ -50,7 +50,7 @@ class Opaque:
 
 
 @dataclass(slots=True, kw_only=True)
-class TapedCall:
+class LoggedCall:
     """A call of a module, or of a user's autograd function (`function`), as it was made.
 
     Attributes:
@@ -103,7 +103,7 @@ class TooManyOps(CaptureError):
     """A run has more ops than it may have."""
 
 
-class Tape:
+class CallLog:
     """Notes all of this while a model is recorded. One run fills it; a second one starts anew.
 
     Attributes:
@@ -129,8 +129,8 @@ class Tape:
         self._start()
 
     def _start(self) -> None:
-        self.calls: dict[int, TapedCall] = {}
-        self.functions: list[TapedCall] = []
+        self.calls: dict[int, LoggedCall] = {}
+        self.functions: list[LoggedCall] = []
         self.readings: list[Reading] = []
         self.op_grad: list[bool] = []
         self.op_autocast: list[bool] = []
@@ -146,16 +146,16 @@ class Tape:
         self._recorder = recorder
         self._thread = threading.get_ident()
         self._random = _generators()
-        recorder.tape = self
+        recorder.call_log = self
 
     def note(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """A module is about to be called."""
         recorder = self._recorder
         row = len(recorder.calls)
-        self.calls[row] = TapedCall(
+        self.calls[row] = LoggedCall(
             path=path,
             row=row,
-            begin=recorder.ledger.now,
+            begin=recorder.log.now,
             args=self._refs(args),
             kwargs=self._refs(kwargs),
             grad=torch.is_grad_enabled(),
@@ -165,7 +165,7 @@ class Tape:
     def ended(self, row: int, output: Any) -> None:
         """The call of a module is over."""
         call = self.calls[row]
-        call.end = self._recorder.ledger.now
+        call.end = self._recorder.log.now
         call.output = self._refs(output)
         self.drew |= not row and _generators() != self._random
 
@@ -178,7 +178,7 @@ class Tape:
 
     def read(self, args: tuple, function: Callable[..., Any], result: Any) -> Any:
         """Python took `result` out of the tensors in `args`; returns what it is told."""
-        row, begin = self._recorder.calls.current, self._recorder.ledger.now
+        row, begin = self._recorder.calls.current, self._recorder.log.now
         if isinstance(result, numpy.ndarray):
             result = result.copy()
         guard = asking() if isinstance(result, bool) else None
@@ -191,25 +191,25 @@ class Tape:
 
     def measured(self, tensor: Any) -> None:
         """Python asked how large a tensor is."""
-        value = self._recorder.ledger.find(tensor) if isinstance(tensor, torch.Tensor) else None
+        value = self._recorder.log.find(tensor) if isinstance(tensor, torch.Tensor) else None
         if value is not None:
             self.sizes.add(value)
 
     def hook(self, tensor: torch.Tensor, line: str) -> None:
         """A hook is hung on the gradient of a tensor."""
-        value = self._recorder.ledger.find(tensor)
+        value = self._recorder.log.find(tensor)
         self.hooked.setdefault(-1 if value is None else value, line)
 
     def sliced(self, tensor: torch.Tensor, index: Any) -> None:
         """A part of a tensor is taken, or written: torch runs no op for a slice that is all there is."""
         found = tuple(_slices(tensor, index if isinstance(index, tuple) else (index,)))
         if found:
-            self.slices.append(Slices(begin=self._recorder.ledger.now, shape=tuple(tensor.shape), bounds=found))
+            self.slices.append(Slices(begin=self._recorder.log.now, shape=tuple(tensor.shape), bounds=found))
 
     def assumed(self, what: str) -> None:
         """Something was taken to be so without knowing."""
         recorder = self._recorder
-        self.readings.append(Reading(row=recorder.calls.current, begin=recorder.ledger.now, assumed=what))
+        self.readings.append(Reading(row=recorder.calls.current, begin=recorder.log.now, assumed=what))
 
     def let_go(self) -> None:
         """The run is over: keep none of its tensors, which objects among the arguments and outputs have by now."""
@@ -231,10 +231,10 @@ class Tape:
         if cls.__module__.startswith("torch."):
             return apply(*args, **kwargs)
         recorder = self._recorder
-        call = TapedCall(
+        call = LoggedCall(
             path="",
             row=recorder.calls.current,
-            begin=recorder.ledger.now,
+            begin=recorder.log.now,
             args=self._refs(args),
             kwargs=self._refs(kwargs),
             function=cls,
@@ -242,7 +242,7 @@ class Tape:
             autocast=_autocast(),
         )
         output = apply(*args, **kwargs)
-        call.end = recorder.ledger.now
+        call.end = recorder.log.now
         call.output = self._refs(output)
         self.functions.append(call)
         return output

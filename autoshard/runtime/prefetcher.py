@@ -30,7 +30,7 @@ class _Load:
     ready: Any = None
 
 
-Ticket = Future[_Load]
+LoadFuture = Future[_Load]
 
 
 class Carrier:
@@ -55,17 +55,17 @@ class Carrier:
         if self.by_stream and self.device.index is not None:
             set_current(self.device, self.device.index)
 
-    def begin(self, homes: Sequence[torch.Tensor]) -> Ticket:
-        """Start to bring tensors; returns a ticket."""
+    def begin(self, homes: Sequence[torch.Tensor]) -> LoadFuture:
+        """Start to bring tensors; returns a future."""
         if self.thread is not None:
             return self.thread.submit(self._load, list(homes))
-        ticket: Ticket = Future()
-        ticket.set_result(self._load(list(homes)))
-        return ticket
+        future: LoadFuture = Future()
+        future.set_result(self._load(list(homes)))
+        return future
 
-    def take(self, ticket: Ticket) -> list[torch.Tensor]:
+    def take(self, future: LoadFuture) -> list[torch.Tensor]:
         """Wait until they are there, and return their copies, if any are made; raises what went wrong on the way."""
-        load = ticket.result()
+        load = future.result()
         if load.ready is not None:
             self.module.current_stream(self.device).wait_event(load.ready)
         return list(load.copies)
@@ -78,20 +78,20 @@ class Carrier:
         event.record(stream)
         return {stream: event}
 
-    def done(self, ticket: Ticket, uses: Mapping[Any, Any]) -> None:
+    def done(self, future: LoadFuture, uses: Mapping[Any, Any]) -> None:
         """They are not needed any more; `uses`: the last event of each stream that computed with them."""
-        if ticket.cancel():
+        if future.cancel():
             return
         if not self.by_stream or self.thread is None:
-            if ticket.done() and ticket.exception() is None:
-                ticket.result().copies.clear()
+            if future.done() and future.exception() is None:
+                future.result().copies.clear()
             return
         if uses:
-            for copy in (part for whole in ticket.result().copies for part in stored_tensors(whole)):
+            for copy in (part for whole in future.result().copies for part in stored_tensors(whole)):
                 if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
                     for stream in uses:
                         copy.record_stream(stream)
-        self.thread.submit(_free, ticket, list(uses.values()))
+        self.thread.submit(_free, future, list(uses.values()))
 
     def _load(self, homes: Sequence[torch.Tensor]) -> _Load:
         bring(homes)
@@ -108,9 +108,9 @@ class Carrier:
             return _Load(copies, ready)
 
 
-def _free(ticket: Ticket, events: Sequence[Any]) -> None:
+def _free(future: LoadFuture, events: Sequence[Any]) -> None:
     """Let go of copies, in the thread that makes the next ones, when the device has computed with them."""
-    if ticket.exception() is None:
+    if future.exception() is None:
         for event in events:
             event.synchronize()
-        ticket.result().copies.clear()
+        future.result().copies.clear()
