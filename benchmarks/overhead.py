@@ -2,12 +2,13 @@
 
     python benchmarks/overhead.py [rounds]
 
-A decoder of 32 small layers. "one device" has a hook on the root only; "two devices" has one on every layer, and both
-names are the plain CPU, so nothing is copied and what is measured is the hooks. Accelerate's dispatch_model runs on the
-same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per hooked module call.
+A decoder of 32 small layers. "one device" wraps the forward of the root only; "two devices" that of every layer, and
+both names are the plain CPU, so nothing is copied and what is measured is what runs around forwards. Accelerate's
+dispatch_model runs on the same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per
+call of a wrapped module.
 
 Two controls run beside them, on the same modules, to say what such a split costs at least: "empty hooks" has a hook of
-torch that does nothing on every module that autoshard hooks, and "by hand" is what a user writes: the layers of the
+torch that does nothing on every module that autoshard wraps, and "by hand" is what a user writes: the layers of the
 second half send their arguments to their device with `.to()`.
 """
 
@@ -27,7 +28,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan
-from autoshard.torch_private import forward_pre_hooks
+from autoshard.runtime.around import layers_of
 
 LAYERS = 32
 INPUTS = {"input_ids": torch.arange(16).reshape(1, 16), "use_cache": False}
@@ -78,17 +79,17 @@ def by_hand(model: Any) -> torch.nn.Module:
 
 
 def empty_hooks(model: torch.nn.Module) -> torch.nn.Module:
-    """Put a hook that does nothing on every module that autoshard hooks in a split of the same model."""
+    """Put a hook that does nothing on every module whose forward autoshard wraps in a split of the same model."""
     split = decoder()
     apply_plan(split, Plan.from_device_map(two_devices(split)))
     for path, module in split.named_modules():
-        if forward_pre_hooks(module):
+        if layers_of(module):
             model.get_submodule(path).register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
     return model
 
 
 def count_hooked(model: torch.nn.Module) -> int:
-    return sum(bool(forward_pre_hooks(module)) for module in model.modules())
+    return sum(bool(layers_of(module)) for module in model.modules())
 
 
 def measure(models: dict[str, torch.nn.Module], rounds: int) -> dict[str, list[float]]:
