@@ -61,8 +61,11 @@ def samples(shape: Sequence[int], owner: torch.Tensor | int, varies: Sequence[Va
     shape = tuple(shape)
     if isinstance(owner, int):
         owner = torch.full((1,) * len(shape), owner, dtype=torch.int32)
+    for dim in range(owner.dim()):  # before anything is compared: this costs nothing
+        if owner.shape[dim] > 1 and owner.stride(dim) == 0:
+            owner = owner.narrow(dim, 0, 1)
     for dim in range(owner.dim()):
-        if owner.shape[dim] > 1 and (owner.stride(dim) == 0 or bool((owner == owner.narrow(dim, 0, 1)).all())):
+        if owner.shape[dim] > 1 and bool((owner == owner.narrow(dim, 0, 1)).all()):
             owner = owner.narrow(dim, 0, 1)
         elif owner.shape[dim] == 0:
             owner = owner.new_full((*owner.shape[:dim], 1, *owner.shape[dim + 1 :]), SHARED)
