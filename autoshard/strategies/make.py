@@ -76,8 +76,8 @@ def make_plan(
     if found is None:
 
         def works(larger: Cluster) -> bool:
-            joined_chains = chain_from_profile(profile, larger, pins=fixed, units=units)
-            return place(profile, larger, units, joined_chains, strategy, goal, any_will_do=True) is not None
+            wider = chain_from_profile(profile, larger, pins=fixed, units=units)
+            return place(profile, larger, units, wider, strategy, goal, any_will_do=True) is not None
 
         raise PlanError(refusal(chain, limited, works if advise else None) + why_not_streamed(profile, every))
     reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
