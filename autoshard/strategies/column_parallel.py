@@ -130,16 +130,16 @@ def _best(task: CutTask, degree: int | None, *, limited: bool = True) -> Choice 
 
     `limited`: by the devices' memory.
     """
-    joined_chains = []
+    solved = []
     for devices in _device_sets(task, degree):
         need = [_held(task, devices) - one.budget_bytes for one in devices] if limited else [0] * len(devices)
         options = list(_options(task, devices))
         every = [options]
         if len({one.budget_bytes for one in devices}) > 1 and not task.even:
             every += [list(_options(task, devices, most)) for most in _rooms(task, devices, options)]
-        joined_chains += [(one, own) for own in every if (one := _choice(task, devices, own, need)) is not None]
+        solved += [(one, own) for own in every if (one := _choice(task, devices, own, need)) is not None]
     best: Choice | None = None
-    for found, options in sorted(joined_chains, key=lambda one: one[0].seconds if task.objective != "memory" else 0.0):
+    for found, options in sorted(solved, key=lambda one: one[0].seconds if task.objective != "memory" else 0.0):
         if not limited:
             return found
         if best is not None and task.objective != "memory" and found.seconds >= best.seconds:
@@ -248,10 +248,10 @@ def _alone(task: CutTask) -> Choice | None:
     """The fastest device that holds the whole model; None if none does."""
     found = []
     for device in {(one.speed, one.budget_bytes): one for one in reversed(task.cluster.devices)}.values():
-        joined_chains = Choice(devices=(device,), picked=(), seconds=0.0)
-        figures = task.price(_draft(task, joined_chains, ()))
+        whole = Choice(devices=(device,), picked=(), seconds=0.0)
+        figures = task.price(_draft(task, whole, ()))
         if figures.fits:
-            found.append(replace(joined_chains, figures=figures, seconds=figures.latency_seconds))
+            found.append(replace(whole, figures=figures, seconds=figures.latency_seconds))
     return min(reversed(found), key=lambda one: one.value(task.wanted), default=None)
 
 

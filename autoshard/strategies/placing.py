@@ -134,21 +134,21 @@ def place(
     known: dict[tuple[int, ...], Checked] = {}
     best: Checked | None = None
     for counted in _COUNTED if live > _FEW * has.min() else _COUNTED[:1]:
-        posed_chain = replace(
+        joined = replace(
             chain,
             resident_bytes=weights + counted * (chain.resident_bytes - weights),
             transient_bytes=counted * chain.transient_bytes,
         )
         task = _Task(
-            profile=profile, cluster=cluster, units=units, chain=posed_chain, strategy=strategy,
+            profile=profile, cluster=cluster, units=units, chain=joined, strategy=strategy,
             objective=objective, known=known,
         )  # fmt: skip
         room = Room(has, has - budget)
         if strategy == "sequential":
-            finest = next(iter([*levels(posed_chain, room)][-1:]), [])
+            finest = next(iter([*levels(joined, room)][-1:]), [])
             solution = task.solve(finest, room)
             task.wanted = set() if solution is None else set(solution.assignment)
-        for joined_chains in levels(posed_chain, room):
+        for joined_chains in levels(joined, room):
             room, best = _rounds(task, joined_chains, room, best, beat)
             if any_will_do and best is not None and best.estimate.fits:
                 return best
