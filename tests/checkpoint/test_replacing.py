@@ -106,7 +106,7 @@ def kill_at(step):
     sys.addaudithook(watch)
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_every_step(exchange, tmp_path):
     assert in_process(killed_at_every_step, tmp_path, exchange) == 0
 

@@ -13,6 +13,7 @@ from autoshard.cli.main import app
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VARIABLE, Mesh, Plan, PlanDevice
 from autoshard.plan.workload import Workload
+from autoshard.report import doctor
 from autoshard.report.doctor import Finding, _talk
 
 SCRIPT = """
@@ -98,7 +99,7 @@ def test_doctor_finds_something_for_every_check():
 
 
 def test_doctor_says_why_processes_cannot_talk(monkeypatch):
-    monkeypatch.setattr("autoshard.report.doctor._TALK", "import sys; raise ValueError(f'no backend {sys.argv[1]}')")
+    monkeypatch.setattr(doctor, "_TALK", "import sys; raise ValueError(f'no backend {sys.argv[1]}')")
     found = _talk("nothing")
     assert isinstance(found, Finding) and found.status == "bad"
     assert found.found == "two processes can't talk: ValueError: no backend nothing"

@@ -7,8 +7,8 @@ from tests.conformance.tp_plans import compare, tight_plan
 from tests.models import HF_CASES, by_name
 from tests.models.hf import SMALL, build
 
-QUICK = ("llama", "gemma2", "mixtral")
-WITH_PLANS = ("llama-tied", "phi3", "deepseek-v3", "jamba", "llava")
+QUICK = ("llama", "mixtral")
+WITH_PLANS = ("gemma2", "llama-tied", "phi3", "deepseek-v3", "jamba", "llava")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_PLANS)])

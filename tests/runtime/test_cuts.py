@@ -105,6 +105,7 @@ def compiled():
             torch.testing.assert_close(gradients[n], parameter.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @compiled_hooks
 def test_compiles_without_graph_breaks():
     run_ranks(compiled, 2, timeout_seconds=240.0)  # compilers take their time on a busy machine

@@ -401,7 +401,9 @@ class Layer(nn.Module):
         return self.down(x)
 
 
-@pytest.mark.parametrize("kind", ["module", "function", "attention", "nothing"])
+@pytest.mark.parametrize(
+    "kind", ["function", "nothing", *(pytest.param(one, marks=pytest.mark.slow) for one in ("module", "attention"))]
+)
 def test_what_is_drawn_in_training_must_have_been_planned(kind):
     torch.manual_seed(0)
     model, x = Dropping(kind).eval(), torch.ones(2, 3, 8)

@@ -182,7 +182,9 @@ EXPECTED = {
 
 
 @sharded_replicas
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in ("Block", "Mixing", "Flat") else pytest.mark.slow) for one in KINDS]
+)
 def test_steps_are_those_of_one_process(name):
     """Sums in another order: 1e-5 in float32. Lengths that can't be divided are for evaluation."""
     found = run_ranks(compared, 2, (name, plan_of(name)))

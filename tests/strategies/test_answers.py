@@ -147,6 +147,7 @@ def test_what_has_room_is_not_moved(profile: Profile) -> None:
     assert "cpu" not in plan.placements.values()
 
 
+@pytest.mark.slow
 def test_the_hint_is_the_figure_of_the_plan_with_fewer_bits() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
