@@ -51,11 +51,11 @@ def choose_processes(
         return chosen_for(loaded.model, loaded.inputs, asked, cluster, wishes=wishes, **settings)
 
 
-def open_chosen(chosen: "Chosen", loaded: "Target", cluster: "Cluster", target: str) -> OpenedProcesses:
+def open_chosen(chosen: "Chosen", loaded: "Target", target: str) -> OpenedProcesses:
     """A plan that was just made."""
     plan = replace(chosen.plan, target=target)
     return OpenedProcesses(
-        plan=plan, loaded=loaded, traced=chosen.traced, profile=chosen.profile, cluster=cluster
+        plan=plan, loaded=loaded, traced=chosen.traced, profile=chosen.profile, cluster=chosen.cluster
     )  # fmt: skip
 
 

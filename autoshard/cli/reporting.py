@@ -170,7 +170,7 @@ def _opened(
         loaded = load(first, workload)
         chosen = choose_processes(loaded, workload, cluster, {"strategy": "auto", "objective": "latency"} | settings)
         if chosen is not None:
-            return open_chosen(chosen, loaded, cluster, first)
+            return open_chosen(chosen, loaded, first)
         profile = profile_of(loaded)
         with step("planning"):
             plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)

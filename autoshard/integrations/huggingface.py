@@ -56,7 +56,7 @@ def read_config(file: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         from transformers import AutoConfig
     except ImportError:
-        raise SpecError("reading a Hugging Face model needs transformers. Run: pip install 'autoshard[hf]'") from None
+        raise SpecError("reading a Hugging Face model needs transformers. Run: pip install transformers") from None
     # Code is found beside the directory; a file alone is read as what the library knows.
     source = file.parent if trust_remote_code else file
     try:

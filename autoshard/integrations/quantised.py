@@ -120,5 +120,5 @@ def _int8() -> Any:
     try:
         from torchao.quantization import Int8WeightOnlyConfig
     except ImportError:
-        raise SpecError("dtype='int8' needs torchao. Run: pip install 'autoshard[int8]'") from None
+        raise SpecError("dtype='int8' needs torchao. Run: pip install torchao") from None
     return Int8WeightOnlyConfig(set_inductor_config=False)

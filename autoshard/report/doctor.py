@@ -63,17 +63,13 @@ def _versions() -> Iterator[Finding]:
         yield Finding(check="torch", status="bad", found=f"{torch.__version__}, {built}", fix=fix)
     else:
         yield Finding(check="torch", status="good", found=f"{torch.__version__}, {built}")
-    for name, use, extra in (
-        ("accelerate", "", ""),
-        ("safetensors", "", ""),
-        ("transformers", "Hugging Face models", "hf"),
-        ("torchao", 'dtype="int8"', "int8"),
-    ):
+    for name, use in (
+        ("accelerate", ""), ("safetensors", ""), ("transformers", "Hugging Face models"), ("torchao", 'dtype="int8"'),
+    ):  # fmt: skip
         if importlib.util.find_spec(name) is not None:
             yield Finding(check=name, status="good", found=importlib.metadata.version(name))
         elif use:
-            fix = f"pip install 'autoshard[{extra}]'"
-            yield Finding(check=name, status="good", found=f"not installed; for {use}: {fix}")
+            yield Finding(check=name, status="good", found=f"not installed; for {use}: pip install {name}")
         else:
             yield Finding(check=name, status="bad", found="not installed", fix=f"pip install {name}")
 

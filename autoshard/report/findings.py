@@ -19,7 +19,7 @@ def print_findings(console: Console, findings: Sequence[Finding]) -> None:
     table.add_column(overflow="fold")
     for finding in findings:
         mark, style = _MARKS[finding.status]
-        table.add_row(Text(mark, style=style), finding.check, finding.found)
+        table.add_row(Text(mark, style=style), finding.check, Text(finding.found))
         if finding.fix:
             table.add_row("", "", Text(finding.fix, style="yellow"))
     console.print(table)

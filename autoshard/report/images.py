@@ -43,9 +43,7 @@ def to_png(svg: str, *, zoom: float = 2.0) -> bytes:
     try:
         import resvg_py
     except ImportError:
-        raise SpecError(
-            'PNG images need resvg: pip install "autoshard[images]". SVG images need nothing: --image svg.'
-        ) from None
+        raise SpecError("PNG images need resvg: pip install resvg-py. SVG images need nothing: --image svg.") from None
     return bytes(resvg_py.svg_to_bytes(svg_string=svg, zoom=zoom))
 
 

@@ -64,9 +64,10 @@ class Wishes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A plan that the engine priced, with everything that is shown of it."""
+    """A plan that the engine priced, with everything that is shown of it. `cluster`: the devices that it is for."""
 
     plan: Plan
+    cluster: Cluster
     estimate: Estimate
     profile: Profile
     traced: Traced
@@ -93,7 +94,18 @@ def choose(
             f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
         )
     if not forced and not _considered(cluster, strategy, wishes, one_process_alone):
-        return None
+        fastest = _fastest(cluster) if objective == "latency" else None
+        if fastest is None or not _considered(fastest, strategy, wishes, one_process_alone):
+            return None
+        try:
+            part = choose(
+                model, inputs, workload, fastest, strategy=strategy, objective=objective, wishes=wishes,
+                num_microbatches=num_microbatches, schedule=schedule,
+                assume_independent_rows=assume_independent_rows,
+            )  # fmt: skip
+        except (PlanError, SpecError):
+            return None  # all devices together may do
+        return None if part is None or len(part.plan.devices) < 2 else _saying_what_is_left(part, cluster)
     if workload.training and workload.batch_size is None and inputs is None:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
@@ -127,7 +139,37 @@ def choose(
         return None  # one process on one device is placed by what counts its bytes exactly
     profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_recipe(plan, best.recipe, task, cluster)
-    return Chosen(plan=plan, estimate=estimate, profile=profile, traced=traced, searched=found, task=task)
+    return Chosen(
+        plan=plan, cluster=cluster, estimate=estimate, profile=profile, traced=traced, searched=found, task=task
+    )  # fmt: skip
+
+
+def _fastest(cluster: Cluster) -> Cluster | None:
+    """The devices of the fastest kind, of unequal ones; None where no kind is the fastest, or there is one of it.
+
+    Devices that take turns are never faster than one of these, so ranks on several of them are, if the model fits.
+    """
+    devices = computing_devices(cluster)
+    speeds = [(device.flops("bfloat16"), device.bytes_per_second, device.memory_bytes) for device in devices]
+    best = tuple(max(column) for column in zip(*speeds, strict=True)) if devices else ()
+    fast = tuple(device for device, speed in zip(devices, speeds, strict=True) if speed == best)
+    if not 1 < len(fast) < len(devices) or len(devices) < len(cluster.devices):
+        return None
+    found = replace(cluster, devices=fast)
+    return found if unequal_reason(found) is None else None
+
+
+def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
+    """Say in the reasons which devices a plan for the fastest ones leaves out, and how to start it without them."""
+    used = {device.name for device in chosen.cluster.devices}
+    left = [device for device in cluster.devices if device.name not in used]
+    kinds = ", ".join(dict.fromkeys(device.kind for device in left))
+    several = f"{left[0].name} and {len(left) - 1} more" if len(left) > 1 else left[0].name
+    said = f"{several} ({kinds}) are not used: a process per device is planned for equal devices, and these are slower"
+    if len({device.host for device in cluster.devices}) == 1 and all(one.startswith("cuda:") for one in used):
+        numbers = ",".join(one.removeprefix("cuda:") for one in sorted(used, key=lambda one: int(one[5:])))
+        said += f"; show processes the others only: CUDA_VISIBLE_DEVICES={numbers}"
+    return replace(chosen, plan=replace(chosen.plan, reasons=(said, *chosen.plan.reasons)))
 
 
 def _considered(cluster: Cluster, strategy: str, wishes: Wishes, one_process_alone: str) -> bool:

@@ -271,8 +271,12 @@ def _reasons(
 ) -> Iterator[str]:
     """Say how a pipeline runs, what is recomputed, which device is fullest, and which are not used."""
     run, batch = figures.pipelining, plan.batch
-    assert run is not None and batch is not None
+    assert batch is not None
     names = {device.name for device in plan.devices}
+    if run is None:  # an answer: it is priced in one piece
+        yield f"{len(plan.stages)} stages on {len(names)} devices in turns: generate() does not divide a batch"
+        yield _fullest(figures)
+        return
     yield (
         f"{len(plan.stages)} stages on {len(names)} devices, the batch of {batch.size} in {plan.num_microbatches} "
         f"micro-batches, schedule {plan.schedule}: devices wait {run.bubble:.0%} of the time"
@@ -285,8 +289,7 @@ def _reasons(
             f"instead of keeping them: else the activations of {max(s.in_flight for s in run.stages)} micro-batches "
             "don't fit"
         )
-    full = figures.fullest
-    yield f"{full.name} is fullest: {format_bytes(full.peak_bytes)} of {format_bytes(full.memory_bytes)}"
+    yield _fullest(figures)
     unused = [device.name for device in devices if device.name not in names]
     if unused:
         yield f"{', '.join(unused)} not used: more stages would wait for each other longer"
@@ -351,3 +354,8 @@ def _no_choice(
         f"no pipeline over {devices} devices can run {asked}{f' with the schedule {schedule!r}' if schedule else ''}: "
         'use another number of micro-batches, or schedule="gpipe".'
     )
+
+
+def _fullest(figures: Estimate) -> str:
+    full = figures.fullest
+    return f"{full.name} is fullest: {format_bytes(full.peak_bytes)} of {format_bytes(full.memory_bytes)}"

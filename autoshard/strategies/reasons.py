@@ -46,7 +46,7 @@ def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solut
     if objective != "latency":
         goal = "the busiest device has the least to do" if objective == "throughput" else "memory is most even"
         return f"{len(names)} devices: {goal} when they share the model"
-    return f"{len(names)} devices: with activations and pins the model does not fit better on fewer"
+    return f"{len(names)} devices: with activations and pins, nothing on fewer that was compared fits and is faster"
 
 
 def _fullest(figures: Estimate) -> list[str]:

@@ -15,6 +15,7 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
 from autoshard.search.best import AS_GOOD, _simplicity, search
 from autoshard.search.candidates import device_counts
+from autoshard.search.choose import Wishes, choose
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Fixed, parse_mesh
 from autoshard.search.processes import Asked, make_task, plan_processes
@@ -193,3 +194,17 @@ def test_of_recipes_that_are_as_good_whole_replicas_are_simpler():
         next(one for one in ranking.values() if one.recipe.mesh[axis] == 8) for axis in ("dp", "fsdp")
     )  # fmt: skip
     assert _simplicity(whole) < _simplicity(sharded) and sharded.seconds < whole.seconds
+
+
+def test_of_unequal_devices_the_fastest_share_the_model():
+    """Devices in turns are no faster than one of the fastest; ranks on several of these are. The others are named."""
+    model = Decoder(width=512, layers=2)
+    ids = torch.zeros(16, 256, dtype=torch.long)
+    workload = autoshard.Workload(mode="training", batch_size=16, sequence_length=256)
+    asked = {"strategy": "auto", "objective": "latency", "wishes": Wishes()}
+    given = model, {"ids": ids, "labels": ids}, workload
+    found = choose(*given, parse_devices("4xH100-80GB,2xA100-40GB"), **asked)
+    assert found is not None and [one.name for one in found.plan.devices] == [f"cuda:{i}" for i in range(4)]
+    assert "cuda:4 and 1 more (A100-SXM-40) are not used" in found.plan.reasons[0]
+    assert choose(*given, parse_devices("1xH100-80GB,2xA100-40GB"), **asked) is None
+    assert choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), **asked) is None

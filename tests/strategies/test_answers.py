@@ -224,3 +224,20 @@ def test_70b_at_home_is_streamed_but_for_its_table_and_4_bit_is_named() -> None:
     assert len(plan.streamed) > 40 and all(path.startswith("model.layers.") for path in plan.streamed)
     assert device_of(plan, "model.embed_tokens") == "cpu"
     assert any("--dtype int4" in reason for reason in plan.reasons)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+def test_answers_of_several_sequences(strategy: str) -> None:
+    """generate() divides no batch: stages take turns, and nothing says that micro-batches overlap."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=128
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    ids = torch.zeros(2, 8, dtype=torch.long)
+    plan = autoshard.plan(
+        model, "2x1GiB", inputs={"input_ids": ids}, workload=Workload(new_tokens=6), strategy=strategy
+    )  # fmt: skip
+    said = any("generate() does not divide a batch" in reason for reason in plan.reasons)
+    assert said == (strategy == "pipeline") and len(set(plan.placements.values())) == 1 + said
