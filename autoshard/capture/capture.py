@@ -258,6 +258,8 @@ def _refusal(run: Run, error: Exception) -> CaptureError:
         advice = "A forward that differentiates can be placed (strategy='balanced'), but not cut or divided."
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."
+        if isinstance(error, TypeError) and run.kwargs and "keyword argument" in str(error):
+            advice += " A dict of inputs is read as keyword arguments: to give the dict itself, put it in a tuple."
     return CaptureError(
         f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} ({where}). {advice}"
     )

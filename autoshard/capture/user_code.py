@@ -14,7 +14,7 @@ _PYTHON = str(pathlib.Path(inspect.__file__).parent / "concurrent")
 
 _SKIPPED = (_OWN, _TORCH, _PYTHON, "<")
 
-NOWHERE = "no line of yours: in backward or in torch itself"
+NOWHERE = "no line of the model's code: in its call, in backward or in torch itself"
 
 
 def place(error: BaseException) -> str:

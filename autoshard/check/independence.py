@@ -14,6 +14,7 @@ from autoshard import nested
 from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.parts_of_batch import NO_END
+from autoshard.axes.rules import rule_of
 from autoshard.axes.sample_merges import counted_labels
 from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneven
 from autoshard.axes.samples import SHARED, Samples
@@ -324,7 +325,10 @@ class SampleRun:
 
     def _mixed(self, value: int, what: str) -> Mixed:
         cause = self.walk.cause.get(value, -1)
-        return self.refuse(self.graph.ops[cause] if cause >= 0 else None, what)
+        op = self.graph.ops[cause] if cause >= 0 else None
+        if op is not None and rule_of(op.target) is None:
+            what = f"may mix its rows: no rule says what {name_of(op)} does with them"
+        return self.refuse(op, what)
 
     def marks(self) -> tuple[tuple[str, int], ...]:
         """Numbers of which is asked whether they stand anywhere in an input of the batch, with its path."""
