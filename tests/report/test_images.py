@@ -45,5 +45,5 @@ def test_png():
 
 def test_png_without_resvg_names_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "resvg_py", None)
-    with pytest.raises(SpecError, match=r"pip install .autoshard\[images\]"):
+    with pytest.raises(SpecError, match="pip install resvg-py"):
         to_png("<svg/>")
