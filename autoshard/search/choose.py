@@ -3,8 +3,9 @@
 Both ways are considered where the devices are another machine's: nothing that runs here says how the model is started.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -93,19 +94,13 @@ def choose(
         raise SpecError(
             f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
         )
-    if not forced and not _considered(cluster, strategy, wishes, one_process_alone):
-        fastest = _fastest(cluster) if objective == "latency" else None
-        if fastest is None or not _considered(fastest, strategy, wishes, one_process_alone):
-            return None
-        try:
-            part = choose(
-                model, inputs, workload, fastest, strategy=strategy, objective=objective, wishes=wishes,
-                num_microbatches=num_microbatches, schedule=schedule,
-                assume_independent_rows=assume_independent_rows,
-            )  # fmt: skip
-        except (PlanError, SpecError):
-            return None  # all devices together may do
-        return None if part is None or len(part.plan.devices) < 2 else _saying_what_is_left(part, cluster)
+    considered = partial(_considered, strategy=strategy, wishes=wishes, one_process_alone=one_process_alone)
+    if not forced and not considered(cluster):
+        again = partial(
+            choose, model, inputs, workload, strategy=strategy, objective=objective, wishes=wishes,
+            num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
+        )  # fmt: skip
+        return _on_fastest(cluster, again) if objective == "latency" and considered(_fastest(cluster)) else None
     if workload.training and workload.batch_size is None and inputs is None:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
@@ -144,19 +139,25 @@ def choose(
     )  # fmt: skip
 
 
-def _fastest(cluster: Cluster) -> Cluster | None:
-    """The devices of the fastest kind, of unequal ones; None where no kind is the fastest, or there is one of it.
-
-    Devices that take turns are never faster than one of these, so ranks on several of them are, if the model fits.
-    """
+def _fastest(cluster: Cluster) -> Cluster:
+    """The devices of the fastest kind; all of them where no kind is the fastest, or something else than cards helps."""
     devices = computing_devices(cluster)
     speeds = [(device.flops("bfloat16"), device.bytes_per_second, device.memory_bytes) for device in devices]
     best = tuple(max(column) for column in zip(*speeds, strict=True)) if devices else ()
     fast = tuple(device for device, speed in zip(devices, speeds, strict=True) if speed == best)
-    if not 1 < len(fast) < len(devices) or len(devices) < len(cluster.devices):
-        return None
-    found = replace(cluster, devices=fast)
-    return found if unequal_reason(found) is None else None
+    return replace(cluster, devices=fast) if len(devices) == len(cluster.devices) and len(fast) > 1 else cluster
+
+
+def _on_fastest(cluster: Cluster, plan: Callable[..., Chosen | None]) -> Chosen | None:
+    """Plan for the devices of the fastest kind; None where the model does not fit there, or one of them is enough.
+
+    Devices that take turns are never faster than one of these, so ranks on several of them are, if the model fits.
+    """
+    try:
+        found = plan(cluster=_fastest(cluster))
+    except (PlanError, SpecError):
+        return None  # all devices together may do
+    return None if found is None or len(found.plan.devices) < 2 else _saying_what_is_left(found, cluster)
 
 
 def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
