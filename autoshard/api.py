@@ -1,6 +1,6 @@
-"""The calls of autoshard: each chains the rooms below it and adds nothing of its own.
+"""The calls of autoshard: each chains the packages below it and adds nothing of its own.
 
-The rooms are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
+The packages are imported inside the calls, so that `import autoshard` costs next to nothing beyond torch.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the rooms and prints."""
+"""The commands: plan, profile, verify, devices, estimate. Each reads its options, calls the packages and prints."""
 
 import errno
 import gc

@@ -1,4 +1,4 @@
-"""How far long work has come: rooms tell it, and who started the work may show it.
+"""How far long work has come: packages tell it, and who started the work may show it.
 
 with shown_progress("capturing"):       # a bar on stderr, if that is a terminal
     ...                                 # tell("modules", done, total) anywhere below

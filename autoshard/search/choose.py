@@ -100,7 +100,7 @@ def choose(
             choose, model, inputs, workload, strategy=strategy, objective=objective, wishes=wishes,
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
         )  # fmt: skip
-        return _on_fastest(cluster, again) if objective == "latency" and considered(_fastest(cluster)) else None
+        return _on_fastest(cluster, again, considered) if objective == "latency" else None
     if workload.training and workload.batch_size is None and inputs is None:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
@@ -148,13 +148,18 @@ def _fastest(cluster: Cluster) -> Cluster:
     return replace(cluster, devices=fast) if len(devices) == len(cluster.devices) and len(fast) > 1 else cluster
 
 
-def _on_fastest(cluster: Cluster, plan: Callable[..., Chosen | None]) -> Chosen | None:
+def _on_fastest(
+    cluster: Cluster, plan: Callable[..., Chosen | None], considered: Callable[[Cluster], bool]
+) -> Chosen | None:  # fmt: skip
     """Plan for the devices of the fastest kind; None where the model does not fit there, or one of them is enough.
 
     Devices that take turns are never faster than one of these, so ranks on several of them are, if the model fits.
     """
+    fastest = _fastest(cluster)
+    if not considered(fastest):
+        return None
     try:
-        found = plan(cluster=_fastest(cluster))
+        found = plan(cluster=fastest)
     except (PlanError, SpecError):
         return None  # all devices together may do
     return None if found is None or len(found.plan.devices) < 2 else _saying_what_is_left(found, cluster)
