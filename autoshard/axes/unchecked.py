@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from autoshard.axes.groups import AxisGroup
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Cut
+from autoshard.plan.sharding import Cut, Refusal
 
 
 def unchecked(groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:

@@ -25,8 +25,7 @@ from autoshard.check.rank import Arguments, call_of, on_meta, record_rank
 from autoshard.check.runs import RankRuns, other_runs
 from autoshard.common.module_paths import join
 from autoshard.common.progress import tell
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Cut
+from autoshard.plan.sharding import Cut, Refusal
 from autoshard.plan.workload import Workload
 from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
 

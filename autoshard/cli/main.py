@@ -322,7 +322,7 @@ def devices_command(
 ) -> None:
     """List the devices of this machine, or of SPEC, with memory, rates and links."""
     from autoshard.cluster.calibrate import calibrate as measure
-    from autoshard.cluster.files import write_cluster
+    from autoshard.cluster.files import cluster_to_dict, write_cluster
     from autoshard.report.devices import print_devices, print_hardware
 
     if known:
@@ -341,7 +341,7 @@ def devices_command(
     if out is not None:
         write_cluster(cluster, out)
     if as_json:
-        print_json(cluster.to_dict())
+        print_json(cluster_to_dict(cluster))
     else:
         print_devices(output(), cluster)
 

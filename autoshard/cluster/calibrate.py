@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.detect import accelerator_names
+from autoshard.cluster.device import Device, Link
 from autoshard.cluster.disk import measure_disk
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
-from autoshard.cluster.links import with_known
 from autoshard.common.progress import tell
 
 DEVICE_SECONDS = 1.4
@@ -68,8 +68,7 @@ def calibrate(cluster: Cluster) -> Cluster:
     notes = tuple(note for note in cluster.notes if "calibrate" not in note)
     if missing:
         notes += (f"Not measured, because not on this machine: {', '.join(missing)}.",)
-    links = with_known(cluster.links, devices, known) if known else cluster.links
-    return replace(cluster, devices=tuple(devices), links=links, notes=notes)
+    return replace(cluster, devices=tuple(devices), notes=notes).with_known(known)
 
 
 def measure_device(device: Device, target: torch.device) -> Device:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.device import Device
 from autoshard.cluster.hardware import CONTEXT_BYTES, WORKSPACE_BYTES, hardware_table, make_device, match_torch_name
 from autoshard.common.host_memory import available_bytes
 from autoshard.errors import SpecError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.device import Device
 from autoshard.errors import SpecError
 
 # Achievable share of a published peak. Compute: an H200 reached 769 to 798 of 989 bf16 TFLOP/s on its best matrix size

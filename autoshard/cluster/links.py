@@ -5,17 +5,15 @@ same machine, no peer link                   through the host: the slower of the
 card and the machine's memory                the card's host link
 anything and disk                            the disk, or the host link if that is slower
 two machines                                 one network card: of a copy's two ends the slower one
-two processes on the CPUs of one machine     its loopback (`between_processes`)
+two processes on the CPUs of one machine     its loopback (`Cluster.between_processes`)
 
 A training node has one network card for each of its cards; in other machines all share one.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
-from typing import Any
 
-from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links, Pace
+from autoshard.cluster.device import Device, Host, Link
 from autoshard.cluster.hardware import LINK_EFFICIENCY, Hardware, hardware_table
 
 ASSUMED_NIC_BYTES_PER_SECOND = 100e9 / 8
@@ -31,30 +29,40 @@ Rate = tuple[float, float]
 """bytes_per_second, latency_seconds"""
 LOOPBACK: Rate = (1e9, 4e-4)
 """Between two processes, by gloo, on two EPYC cores: all-reduces of 4 B 0.3 to 0.5 ms, of 4 MiB 5 to 6."""
+Pace = tuple[float, float]
+"""Latency in seconds, and bytes per second."""
 Pair = tuple[str, str]
 
 
-class ImpliedLinks(Links):
-    """Links worked out when they are asked for, from kinds, hosts, and the few that are known."""
+class Links:
+    """The link of every ordered pair of devices, worked out when it is asked for: hundreds have a million of them.
+
+    Attributes:
+        hosts: every host by its name.
+        known: links that a file gives or that were measured, where the hardware implies others.
+    """
 
     def __init__(self, devices: Sequence[Device], hosts: Mapping[str, Host], known: Mapping[Pair, Link]) -> None:
         self.hosts = dict(hosts)
         slots = _slots(devices)
         self._ends = {d.name: (d.host, d.kind, slot) for d, slot in zip(devices, slots, strict=True)}
-        self._made: dict[Pair, Link] = {}
-        self.known = {pair: link for pair, link in known.items() if link != self._implied(*pair)}
+        self.known: Mapping[Pair, Link] = {}
+        self.known = {pair: link for pair, link in known.items() if link != self.between(*pair)}
 
     def between(self, source: str, destination: str) -> Link:
         """The link of one pair; raises `KeyError` if there is none."""
-        pair = source, destination
-        found = self._made.get(pair)
-        if found is None:
-            found = self._made[pair] = self.known.get(pair) or self._implied(source, destination)
-        return found
+        known = self.known.get((source, destination))
+        if known is not None:
+            return known
+        rate, latency = self._implied_rate(source, destination)
+        return Link(source=source, destination=destination, bytes_per_second=rate, latency_seconds=latency)
 
-    def _implied(self, source: str, destination: str) -> Link:
-        rate = self._implied_rate(source, destination)
-        return Link(source=source, destination=destination, bytes_per_second=rate[0], latency_seconds=rate[1])
+    def pace(self, source: str, destination: str) -> Pace:
+        """Latency and bytes per second of one pair."""
+        known = self.known.get((source, destination))
+        if known is not None:
+            return known.latency_seconds, known.bytes_per_second
+        return self._implied_rate(source, destination)[::-1]
 
     def _implied_rate(self, source: str, destination: str) -> Rate:
         if source == destination:
@@ -64,84 +72,51 @@ class ImpliedLinks(Links):
             return _network_rate(self.hosts[host], self.hosts[other_host])
         return _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
 
-    def groups(self) -> "dict[Rate, Group]":
-        """Pairs that are alike, without a link made for each."""
-        found: dict[Rate, Group] = {}
-        for source in self._ends:
-            for destination in self._ends:
-                if source != destination:
-                    latency, rate = self.pace(source, destination)
-                    _count(found, (rate, latency), (source, destination))
-        return found
+    @property
+    def pairs(self) -> Iterator[Pair]:
+        """Every ordered pair of devices."""
+        return ((a, b) for a in self._ends for b in self._ends if a != b)
 
-    def pace(self, source: str, destination: str) -> Pace:
-        """Latency and bytes per second of one pair."""
-        known = self.known.get((source, destination))
-        if known is not None:
-            return known.latency_seconds, known.bytes_per_second
-        rate, latency = self._implied_rate(source, destination)
-        return latency, rate
+    def groups(self) -> dict[Pace, tuple[int, list[Pair]]]:
+        """Links that are equal to three digits: (latency, bytes per second) -> how many, and the first two pairs."""
+        exact: dict[Pace, tuple[int, list[Pair]]] = {}
+        for pair in self.pairs:
+            _count(exact, self.pace(*pair), 1, [pair])
+        found: dict[Pace, tuple[int, list[Pair]]] = {}
+        for (latency, rate), (count, pairs) in exact.items():
+            _count(found, (float(f"{latency:.2g}"), float(f"{rate:.3g}")), count, pairs)
+        return found
 
     def __len__(self) -> int:
         return len(self._ends) * (len(self._ends) - 1)
 
     def __iter__(self) -> Iterator[Link]:
-        return (self.between(a, b) for a in self._ends for b in self._ends if a != b)
-
-    def __getitem__(self, index: Any) -> Any:
-        return tuple(self)[index]
+        return (self.between(*pair) for pair in self.pairs)
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, ImpliedLinks):
-            ours, theirs = list(self._ends.items()), list(other._ends.items())
-            return ours == theirs and self.hosts == other.hosts and self.known == other.known
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        if not isinstance(other, Links):
+            return NotImplemented
+        ours, theirs = list(self._ends.items()), list(other._ends.items())
+        return ours == theirs and self.hosts == other.hosts and self.known == other.known
 
     __hash__ = None  # type: ignore[assignment]
 
 
-Group = tuple[int, list[Pair]]
-"""How many pairs are alike, and the first two of them."""
-
-
-def link_groups(cluster: Cluster) -> dict[Rate, Group]:
-    """Return the links that are alike to three digits: (bytes per second, latency) -> how many, and the first two."""
-    exact: dict[Rate, Group] = {}
-    if isinstance(cluster.links, ImpliedLinks):
-        exact = cluster.links.groups()
-    else:
-        for link in cluster.links:
-            _count(exact, (link.bytes_per_second, link.latency_seconds), (link.source, link.destination))
-    found: dict[Rate, Group] = {}
-    for (rate, latency), (count, pairs) in exact.items():
-        key = float(f"{rate:.3g}"), float(f"{latency:.2g}")
-        before, first = found.get(key, (0, []))
-        found[key] = before + count, [*first, *pairs][:2]
-    return found
-
-
-def _count(found: dict[Rate, Group], rate: Rate, pair: Pair) -> None:
-    count, pairs = found.get(rate, (0, []))
-    found[rate] = count + 1, pairs if count > 1 else [*pairs, pair]
+def _count(found: dict[Pace, tuple[int, list[Pair]]], pace: Pace, more: int, pairs: list[Pair]) -> None:
+    count, first = found.get(pace, (0, []))
+    found[pace] = count + more, first if len(first) > 1 else [*first, *pairs][:2]
 
 
 def make_links(
     devices: Sequence[Device], hosts: Sequence[Host] = (), known: Mapping[Pair, Link] | None = None
-) -> ImpliedLinks:
+) -> Links:
     """Return the link of every ordered pair, in device order; hosts that are not given are as their cards imply."""
     given = {host.name: host for host in hosts}
     members: dict[str, list[Device]] = {}
     for device in devices:
         members.setdefault(device.host, []).append(device)
     every = {name: given.get(name) or usual_host(name, inside) for name, inside in members.items()}
-    return ImpliedLinks(devices, every, known or {})
-
-
-def with_known(links: Sequence[Link], devices: Sequence[Device], known: Mapping[Pair, Link]) -> Sequence[Link]:
-    """Return the links with some of them replaced by what is known of them."""
-    if isinstance(links, Links):
-        return make_links(devices, tuple(links.hosts.values()), {**links.known, **known})
-    return tuple(known.get((link.source, link.destination), link) for link in links)
+    return Links(devices, every, known or {})
 
 
 def usual_host(name: str, devices: Sequence[Device]) -> Host:
@@ -166,25 +141,6 @@ def table_row(kind: str) -> Hardware:
     """Return the row of a kind; of one that is not in the table the generic row."""
     table = hardware_table()
     return table.get(kind, table["generic"])
-
-
-def between_processes(cluster: Cluster) -> Cluster:
-    """Return the cluster as it is where every device has a process of its own.
-
-    CPUs of one machine then send through its loopback. What a cluster file says of them, or was measured, stays.
-    """
-    # "cpu" itself is the memory that all of them share.
-    ranks = [device.name for device in cluster.devices if device.kind == "cpu" and device.name != "cpu"]
-    assumed = _rate("cpu", "cpu", False, True)
-    found = (cluster.link(a, b) for a in ranks for b in ranks if a != b)
-    loopback = {
-        (link.source, link.destination): replace(link, bytes_per_second=LOOPBACK[0], latency_seconds=LOOPBACK[1])
-        for link in found
-        if (link.bytes_per_second, link.latency_seconds) == assumed
-    }
-    if not loopback:
-        return cluster
-    return replace(cluster, links=with_known(cluster.links, cluster.devices, loopback))
 
 
 def _slots(devices: Sequence[Device]) -> list[int]:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoshard.cluster.cluster import Device, Host
+from autoshard.cluster.device import Device, Host
 from autoshard.cluster.hardware import Hardware
 from autoshard.cluster.links import cards_of, table_row, usual_host
 from autoshard.common.sizes import shown

@@ -24,11 +24,12 @@ from typing import Any
 
 import torch
 
-from autoshard.cluster.cluster import Cluster, Device, Link, Links
+from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.detect import accelerator_names, accelerator_type, detect_device, detected_notes
+from autoshard.cluster.device import Device
 from autoshard.cluster.files import read_cluster
 from autoshard.cluster.hardware import Hardware, find_hardware, hardware_table, make_device
-from autoshard.cluster.links import make_links, with_known
+from autoshard.cluster.links import make_links
 from autoshard.cluster.network import (
     HostWords,
     even_hosts,
@@ -275,10 +276,9 @@ def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
     hosts = make_hosts(devices, words)
     devices = with_networks(devices, hosts)
     notes += _assumptions(wanted, devices) + network_note(devices, hosts, words)
-    links: Sequence[Link] = make_links(devices, hosts)
-    if active is not None:
-        both = [device.name for device in devices if device.name in active.names]
-        links = with_known(links, devices, {(a, b): active.link(a, b) for a in both for b in both if a != b})
+    both = [] if active is None else [device.name for device in devices if device.name in active.names]
+    known = {(a, b): active.link(a, b) for a in both for b in both if a != b} if active is not None else {}
+    links = make_links(devices, hosts, known)
     return Cluster(devices=tuple(devices), links=links, spec=text, notes=tuple(dict.fromkeys(notes)))
 
 
@@ -355,13 +355,9 @@ def _simulated(cluster: Cluster) -> Cluster:
     """The same cluster as cpu:0, cpu:1, … with exact memory: no overhead and no rounding."""
     renamed = {name: f"cpu:{index}" for index, name in enumerate(cluster.names)}
     devices = tuple(replace(d, name=renamed[d.name], overhead_bytes=0, block_bytes=1) for d in cluster.devices)
-
-    def moved(links: Iterable[Link]) -> list[Link]:
-        return [replace(k, source=renamed[k.source], destination=renamed[k.destination]) for k in links]
-
-    if not isinstance(cluster.links, Links):
-        return replace(cluster, devices=devices, links=tuple(moved(cluster.links)))
-    known = {(link.source, link.destination): link for link in moved(cluster.links.known.values())}
+    moved = [replace(one, source=renamed[one.source], destination=renamed[one.destination])
+             for one in cluster.links.known.values()]  # fmt: skip
+    known = {(one.source, one.destination): one for one in moved}
     return replace(cluster, devices=devices, links=make_links(devices, tuple(cluster.links.hosts.values()), known))
 
 

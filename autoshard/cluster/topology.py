@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from autoshard.cluster.cluster import Cluster, Device, Host, Link, Links
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Host
 from autoshard.cluster.links import PEER_SECONDS, cards_of, make_links, table_row
 from autoshard.errors import SpecError
 
@@ -104,8 +105,7 @@ def topology_of(cluster: Cluster) -> Topology | None:
     if unequal_reason(cluster) is not None:
         return None
     devices = computing_devices(cluster)
-    links = cluster.links if isinstance(cluster.links, Links) else make_links(cluster.devices)
-    hosts = [links.hosts[name] for name in dict.fromkeys(device.host for device in devices)]
+    hosts = [cluster.links.hosts[name] for name in dict.fromkeys(device.host for device in devices)]
     per_host = len(devices) // len(hosts)
     local, network = _known_parts(cluster, devices)
     peers = all(host.peer_links for host in hosts)
@@ -133,13 +133,11 @@ def _network_part(host: Host, count: int) -> float:
 
 def _known_parts(cluster: Cluster, devices: Sequence[Device]) -> tuple[float, float]:
     """What known links reach of what the hardware implies, in a host and between hosts: the slowest."""
-    implied = cluster.links if isinstance(cluster.links, Links) else make_links(cluster.devices)
-    usual = make_links(cluster.devices, tuple(implied.hosts.values()))
-    known: Sequence[Link] = tuple(implied.known.values()) if isinstance(cluster.links, Links) else cluster.links
+    usual = make_links(cluster.devices, tuple(cluster.links.hosts.values()))
     host = {device.name: device.host for device in devices}
     local: list[float] = []
     network: list[float] = []
-    for link in known:
+    for link in cluster.links.known.values():
         if link.source in host and link.destination in host:
             part = link.bytes_per_second / usual.between(link.source, link.destination).bytes_per_second
             (local if host[link.source] == host[link.destination] else network).append(part)

@@ -1,6 +1,6 @@
 """A device of a cluster as the engine's kernels see it."""
 
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.device import Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
 from autoshard.cluster.links import table_row
 from autoshard.engine.timing import Card

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.placed import check_devices, lower_bound, of_every_device

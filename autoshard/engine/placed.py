@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.common.module_paths import above, is_below
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.engine.timing import op_seconds, optimizer_seconds

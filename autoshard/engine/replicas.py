@@ -21,7 +21,8 @@ import numpy as np
 
 from autoshard.axes.regions import element_of
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer, gap_above
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.engine.placed import (

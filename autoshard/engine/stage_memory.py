@@ -17,7 +17,7 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, free_storages
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.device import Device
 from autoshard.flow import Flow, flow
 from autoshard.plan import Stage
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS

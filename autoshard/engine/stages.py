@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import Staged, divide
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.device import Device
 from autoshard.engine.stage_memory import StageBytes, StageMemory
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError

@@ -23,7 +23,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.cluster.links import make_links
 from autoshard.common.module_paths import above
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Streaming, StreamLink

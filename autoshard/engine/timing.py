@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoshard.capture.latest import Latest
-from autoshard.cluster.cluster import Device
+from autoshard.cluster.device import Device
 from autoshard.engine.blocks import Block
 from autoshard.engine.efficiency import Efficiency
 from autoshard.engine.local import Attention, Product, Share, sums_of

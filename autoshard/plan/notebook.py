@@ -2,31 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
 
 from autoshard.common.sizes import format_bytes
-from autoshard.plan.summary import remarks, runs, span
-
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
 
 _CELL = "text-align:left;padding:.15em .8em .15em 0"
 _NUMBER = "text-align:right;padding:.15em .8em .15em 0;font-variant-numeric:tabular-nums"
 MOST_ROWS = 40
 
 
-def plan_html(plan: "Plan") -> str:
-    """Return a plan: its devices, runs of placements on one device, what is cut or streamed, and why."""
-    devices = [[device.name, device.kind, _size(device.memory_bytes)] for device in plan.devices]
-    where = [[*span(paths), device] for device, paths in runs(plan)]
+def plan_html(
+    heading: str, devices: Sequence[tuple[str, str, int]], remarks: Sequence[str], runs: Sequence[tuple[str, str, str]],
+    reasons: Sequence[str],
+) -> str:  # fmt: skip
+    """Return a plan: its devices (name, kind, bytes), what is cut or streamed, runs of placements on one, and why."""
+    sizes = [(name, kind, _size(nbytes)) for name, kind, nbytes in devices]
     parts = [
-        f"<b>Plan: {escape(plan.strategy)}, for {escape(plan.objective)}</b>",
-        _table(("Device", "Hardware", "Memory"), devices, {2}),
-        *(f"<div>{escape(remark)}</div>" for remark in remarks(plan)),
-        _table(("Modules", "", "Device"), where, set()) if where else "",
+        f"<b>Plan: {escape(heading)}</b>",
+        _table(("Device", "Hardware", "Memory"), sizes, {2}),
+        *(f"<div>{escape(remark)}</div>" for remark in remarks),
+        _table(("Modules", "", "Device"), runs, set()) if runs else "",
     ]
-    if plan.reasons:
-        parts.append(f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in plan.reasons)}</ul>")
+    if reasons:
+        parts.append(f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>")
     return f"<div>{''.join(parts)}</div>"
 
 

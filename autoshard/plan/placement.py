@@ -166,3 +166,24 @@ def tensor_devices(homes: Homes, tied: Iterable[tuple[str, ...]]) -> dict[str, s
         for name in names:
             devices[name] = homes.entries[names[0]]
     return devices
+
+
+def check_placements(placements: Mapping[str, str]) -> None:
+    """Raise `PlanError` unless every path and device is a sensible string and no path lies inside another."""
+    if not placements:
+        raise PlanError(
+            "the placements are empty: nothing says where the model goes. {'': 'cuda:0'} would put all there."
+        )
+    for path, device in placements.items():
+        if not isinstance(path, str) or (path and "" in path.split(".")):
+            raise PlanError(f"{path!r} in the placements is not a module path such as 'encoder.layers.0'.")
+        if not isinstance(device, str) or not device.strip():
+            raise PlanError(f"the device of {path!r} in the placements is {device!r}; write a name such as 'cuda:0'.")
+    for path in placements:
+        for outer in reversed([*above(path)]):
+            if outer in placements:
+                whole = repr(outer) if outer else "the whole model"
+                raise PlanError(
+                    f"the placements overlap: {path!r} is inside {whole}, which has its own device. "
+                    f"Name the children of {whole} one by one instead."
+                )

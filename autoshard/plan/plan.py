@@ -4,122 +4,32 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from autoshard.common.files import write_whole
-from autoshard.common.module_paths import above, is_below
+from autoshard.common.module_paths import is_below
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import PlanError
 from autoshard.plan.batching import BatchAxis
-from autoshard.plan.cuts import Whole
-from autoshard.plan.placement import check_known_in
-from autoshard.plan.sharding import Cut, Results
+from autoshard.plan.mesh import Mesh, PlanDevice, Stage
+from autoshard.plan.notebook import plan_html
+from autoshard.plan.placement import check_known_in, check_placements
+from autoshard.plan.reading import PLAN_FORMAT, PLAN_VERSION, read_plan
+from autoshard.plan.sharding import Cut, Results, Whole
+from autoshard.plan.tp_plan import write_tp_plan
 from autoshard.plan.workload import Workload
 
-PLAN_VERSION = 2
-PLAN_FORMAT = "autoshard plan"
-_USUAL = {"kept_layers": 0, "sequence_parallel": True}
-"""Fields of plans for processes that are written where they are something else."""
+WRITTEN_IF_USED = frozenset({"cuts", "whole", "results", "streamed", "mesh", "batch", "stages", "layers", "target",
+                             "kept_layers", "sequence_parallel"})  # fmt: skip
+"""Fields that most plans do not use, and leave out."""
 PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled", "sequence_parallel")
 """Fields that only plans for processes have."""
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable by which `autoshard run --plan` tells a script its plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanDevice:
-    """A device a plan was made for: enough to rebuild its cluster entry from the hardware table.
-
-    `memory_bytes` is 0 where nobody said how much there is (a device map that was imported). `network`: how its host
-    differs from a usual one, in the words of a device spec ("4x100Gb/s, no nvlink").
-    """
-
-    name: str
-    memory_bytes: int
-    network: str = ""
-    kind: str = "generic"
-    host: str = "host0"
-
-
-MESH_AXES = ("dp", "fsdp", "pp", "cp", "tp")
-"""Dimensions of a mesh that multiply to its devices; `ep` takes its ranks out of fsdp, cp and tp."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mesh:
-    """How many devices there are along each dimension of a mesh.
-
-    Attributes:
-        dp: replicas that keep all parameters of their stage and rank.
-        fsdp: replicas of which each keeps 1 / fsdp of parameters, gradients and optimizer state, and gathers the rest.
-        pp: pipeline ranks. tp: tensor-parallel ranks of a stage. cp: parts of every sequence.
-        ep: groups of experts, among ranks that are replicas otherwise.
-        shares: samples of the batch per replica, in proportion; empty: all alike.
-        stages_outermost: devices of one stage follow each other, else those of one replica.
-    """
-
-    dp: int = 1
-    fsdp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    shares: tuple[int, ...] = ()
-    stages_outermost: bool = False
-
-    @property
-    def size(self) -> int:
-        """How many devices it has."""
-        return self.data * self.pp * self.cp * self.tp
-
-    @property
-    def data(self) -> int:
-        """How many replicas there are, sharded or not."""
-        return self.dp * self.fsdp
-
-    @property
-    def pipeline(self) -> int:
-        """The number of pipeline ranks."""
-        return self.pp
-
-    @property
-    def tensor(self) -> int:
-        """The number of tensor-parallel ranks of a stage."""
-        return self.tp
-
-    @property
-    def sharded(self) -> bool:
-        """Whether replicas keep parts of the parameters."""
-        return self.fsdp > 1
-
-    @property
-    def degrees(self) -> dict[str, int]:
-        """All six degrees by name."""
-        return {"dp": self.dp, "fsdp": self.fsdp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep}
-
-    def rank(self, *, data: int = 0, pipeline: int = 0, tensor: int = 0) -> int:
-        """The number of a device in `Plan.devices`, and of its process, where sequences are not divided."""
-        outer = pipeline * self.data + data if self.stages_outermost else data * self.pp + pipeline
-        return outer * self.tp + tensor
-
-    def place(self, rank: int) -> tuple[int, int, int]:
-        """The (replica, pipeline rank, tensor-parallel rank) of a device, where sequences are not divided."""
-        outer, tensor = divmod(rank, self.tp)
-        pipeline, data = divmod(outer, self.data) if self.stages_outermost else divmod(outer, self.pp)[::-1]
-        return data, pipeline, tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
-    """A stage of a pipeline: modules (or tensors) that run one after another. Stage i is on pipeline position i mod p.
-
-    `recompute`: activations are not kept for backward but computed again from what came into the stage.
-    """
-
-    paths: tuple[str, ...]
-    recompute: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -232,9 +142,7 @@ class Plan:
 
         Raises `PlanError`, naming the block, for cuts that it can't say: uneven ones, or with integers to be scaled.
         """
-        from autoshard.plan.tp_plan import write_tp_plan
-
-        return write_tp_plan(self)
+        return write_tp_plan(self.cuts, self.whole)
 
     @classmethod
     def from_device_map(
@@ -279,68 +187,80 @@ class Plan:
             fingerprint=fingerprint,
         )
 
-    def __repr__(self) -> str:
-        from autoshard.plan.summary import heading
+    @property
+    def heading(self) -> str:
+        """The strategy, the objective and the number of devices."""
+        count = len(self.devices)
+        return f"{self.strategy}, for {self.objective}, {count} device{'s' if count != 1 else ''}"
 
-        return f"<Plan: {heading(self)}>"
+    @property
+    def remarks(self) -> list[str]:
+        """What the plan does beside placing modules, one line each."""
+        found = []
+        if self.mesh is not None:
+            degrees = [f"{name}={degree}" for name, degree in self.mesh.degrees.items() if degree > 1]
+            found.append(f"mesh {', '.join(degrees) or 'of one device'}")
+        if self.num_microbatches > 1:
+            found.append(f"{self.num_microbatches} micro-batches, {self.schedule}")
+        if self.cuts:
+            found.append(f"{len(self.cuts)} groups of parameters are cut over {len(self.devices)} devices")
+        if self.streamed:
+            found.append(f"{len(self.streamed)} modules are kept on {', '.join(sorted(set(self.streamed.values())))}")
+        return found
+
+    @property
+    def runs(self) -> list[tuple[str, str, str]]:
+        """(first and last path, how many, device) of placements that follow one another on a device; not with cuts."""
+        found = []
+        for device, rows in groupby({} if self.cuts else self.placements, key=self.placements.__getitem__):
+            paths = [path or "(whole model)" for path in rows]
+            several = len(paths) > 1
+            found.append((f"{paths[0]} … {paths[-1]}" if several else paths[0],
+                          f"{len(paths)} entries" if several else "", device))  # fmt: skip
+        return found
+
+    def __repr__(self) -> str:
+        return f"<Plan: {self.heading}>"
 
     def summary(self) -> str:
         """Return the plan as text: its devices, what is on each, and why. What it costs is in an `Estimate`."""
-        from autoshard.plan.summary import summary
-
-        return summary(self)
+        lines = [f"Plan  {self.heading}"]
+        for device in self.devices:
+            size = format_bytes(device.memory_bytes) if device.memory_bytes else "memory unknown"
+            lines.append(f"  {device.name}  {device.kind}  {size}")
+        lines += [f"  {remark}" for remark in self.remarks]
+        for paths, count, device_name in self.runs:
+            lines.append(f"  {paths}{f'  ({count})' if count else ''} -> {device_name}")
+        return "\n".join([*lines, *(f"  - {reason}" for reason in self.reasons)])
 
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
-        from autoshard.plan.notebook import plan_html
-
-        return plan_html(self)
+        devices = [(device.name, device.kind, device.memory_bytes) for device in self.devices]
+        return plan_html(self.heading, devices, self.remarks, self.runs, self.reasons)
 
     def to_json(self) -> str:
         """Write the plan as JSON text; the same plan gives the same bytes."""
-        data: dict[str, Any] = {"format": PLAN_FORMAT}
-        for item in fields(self):
-            data[item.name] = getattr(self, item.name)
-        data["workload"] = self.workload.to_dict()
-        data["devices"] = [
-            {part.name: getattr(d, part.name) for part in fields(d) if part.name != "network" or d.network}
-            for d in self.devices
-        ]
-        data["placements"], data["pins"] = dict(self.placements), dict(self.pins)
-        for name in ("cuts", "whole", "results", "stages"):
-            rows = [asdict(row) for row in data.pop(name)]
-            if rows:  # plans that cut nothing look as they always did
-                data[name] = rows
-        for name in ("mesh", "batch"):
-            row = data.pop(name)
-            if row is not None:
-                data[name] = asdict(row)
-        for name in ("shares", "stages_outermost"):  # other meshes look as they always did
-            if self.mesh is not None and not getattr(self.mesh, name):
-                del data["mesh"][name]
-        if self.batch is not None and not self.batch.assumed:  # checked batches look as they always did
-            del data["batch"]["assumed"]
-        for name in ("target", "layers"):
-            if not data[name]:
-                del data[name]
+        values = asdict(self)
         if not self.launch:
             for name in PROCESS_FIELDS:
-                del data[name]
-        else:
-            for name in [name for name, usual in _USUAL.items() if data[name] == usual]:
-                del data[name]
-        if self.streamed:  # so do plans that keep everything in place
-            data["streamed"] = dict(data.pop("streamed"))
-        else:
-            del data["streamed"]
-        return json.dumps(data, indent=1, ensure_ascii=False) + "\n"
+                del values[name]
+        usual = {one.name: one.default for one in fields(self) if one.name in WRITTEN_IF_USED}
+        data = {
+            name: value for name, value in values.items()
+            if name not in usual or (value not in ((), {}) and value != usual[name])
+        }  # fmt: skip
+        for device in data["devices"]:
+            if not device["network"]:
+                del device["network"]
+        for part, name in (("mesh", "shares"), ("mesh", "stages_outermost"), ("batch", "assumed")):
+            if part in data and not data[part][name]:
+                del data[part][name]
+        return json.dumps({"format": PLAN_FORMAT, **data}, indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
         """Read what `to_json` wrote. Raises `PlanError` on anything else: nothing is guessed and nothing is dropped."""
-        from autoshard.plan.reading import read_plan
-
-        return read_plan(text)
+        return read_plan(cls, text)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file. It appears whole or not at all. Raises `SpecError` if it can't be written."""
@@ -373,27 +293,6 @@ def refuse_priced_alone(plan: Plan, what: str, instead: str) -> None:
     """Raise `PlanError` for a plan whose recipe is priced, but which nothing but `plan` and `estimate` handle yet."""
     if plan.launch:
         raise PlanError(f"{what} does not handle plans for one process per device yet ({plan.strategy}). {instead}")
-
-
-def check_placements(placements: Mapping[str, str]) -> None:
-    """Raise `PlanError` unless every path and device is a sensible string and no path lies inside another."""
-    if not placements:
-        raise PlanError(
-            "the placements are empty: nothing says where the model goes. {'': 'cuda:0'} would put all there."
-        )
-    for path, device in placements.items():
-        if not isinstance(path, str) or (path and "" in path.split(".")):
-            raise PlanError(f"{path!r} in the placements is not a module path such as 'encoder.layers.0'.")
-        if not isinstance(device, str) or not device.strip():
-            raise PlanError(f"the device of {path!r} in the placements is {device!r}; write a name such as 'cuda:0'.")
-    for path in placements:
-        for parent in reversed([*above(path)]):
-            if parent in placements:
-                whole = repr(parent) if parent else "the whole model"
-                raise PlanError(
-                    f"the placements overlap: {path!r} is inside {whole}, which has its own device. "
-                    f"Name the children of {whole} one by one instead."
-                )
 
 
 def _device_name(path: str, device: Any) -> str:

@@ -1,24 +1,40 @@
 """A plan file read back: every key and every type is checked before there is a plan; nothing is guessed."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
-from autoshard.common.module_paths import above
+from autoshard.common.module_paths import above, join
+from autoshard.common.strict import Misread, expect, read_as
 from autoshard.errors import PlanError, SpecError
-from autoshard.plan import PLAN_FORMAT, PLAN_VERSION, Mesh, Plan, PlanDevice, Stage, check_placements
-from autoshard.plan.cuts import expect, read_batch, read_cuts, read_mesh, read_results, read_stages, read_whole
+from autoshard.plan.batching import BatchAxis
+from autoshard.plan.mesh import Mesh, PlanDevice
+from autoshard.plan.placement import check_placements
+from autoshard.plan.sharding import Cut, is_axis
 from autoshard.plan.workload import Workload
 
-_OPTIONAL = {"num_microbatches": 1, "schedule": "none", "pins": {}, "aligned": [], "written_back": [],
-             "reasons": [], "fingerprint": "", "cuts": [], "whole": [], "results": [], "streamed": {}, "mesh": None,
-             "batch": None, "stages": [], "layers": [], "target": "", "launch": "", "micro_batch": 0,
-             "recompute": "none", "kept_layers": 0, "precision": "", "compiled": False,
-             "sequence_parallel": True}  # fmt: skip
+PLAN_VERSION = 2
+PLAN_FORMAT = "autoshard plan"
+CHOICES = {"launch": ("", "one-process", "processes"), "recompute": ("none", "selective", "full")}
+T = TypeVar("T")
 
 
-def read_plan(text: str) -> Plan:
-    """Check every key and type of a plan document, then build the plan. Raises `PlanError`."""
+def read_plan(kind: type[T], text: str) -> T:
+    """Check every key and type of a plan document, then build the plan, a `kind`. Raises `PlanError`."""
+    data = _as_written_now(_document(text))
+    try:
+        _check_complete(data)
+        plan = read_as(kind, data, "")
+        _check(plan)
+    except Misread as error:
+        raise PlanError(f"this plan is damaged: {error}. Make the plan again.") from None
+    except SpecError as error:
+        raise PlanError(f"the workload of this plan does not make sense: {error}") from None
+    return plan
+
+
+def _document(text: str) -> dict[str, Any]:
     try:
         data = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
@@ -26,112 +42,130 @@ def read_plan(text: str) -> Plan:
     if not isinstance(data, dict) or data.pop("format", None) != PLAN_FORMAT:
         raise PlanError("this is not a plan of autoshard. Make one with `autoshard plan … -o plan.json`.")
     version: Any = data.get("version")
-    if not _is_int(version) or version < 1:
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
         raise PlanError(f"this plan has no usable version ({version!r}). Make the plan again.")
     if version > PLAN_VERSION:
         raise PlanError(
             f"this plan was made by a newer autoshard (plan version {version}, this one reads up to {PLAN_VERSION}). "
             "Update autoshard, or make the plan again with this version."
         )
-    data.pop("unfolded", None)  # of earlier plans, which kept the order in which gradients are added
-    names = {item.name for item in fields(Plan)}
-    unknown, missing = sorted(set(data) - names), sorted(names - set(data) - set(_OPTIONAL))
-    if unknown or missing:
-        problem = f"unknown {', '.join(map(repr, unknown))}" if unknown else f"without {', '.join(map(repr, missing))}"
-        raise PlanError(f"this is not a plan that this version understands: {problem}. Make the plan again.")
-    data = {**_OPTIONAL, **data}
+    return data
+
+
+def _as_written_now(data: dict[str, Any]) -> dict[str, Any]:
+    """A document of version 1, or of an earlier autoshard, as this one writes it."""
     data["version"] = PLAN_VERSION
-    for name in ("strategy", "objective", "schedule", "fingerprint", "target", "launch", "recompute", "precision"):
-        expect(isinstance(data[name], str), name, "a string", data[name])
-    launches = ("", "one-process", "processes")
-    expect(data["launch"] in launches, "launch", '"one-process", "processes" or nothing', data["launch"])
-    expect(
-        data["recompute"] in ("none", "selective", "full"), "recompute", "none, selective or full", data["recompute"]
-    )
-    for name in ("compiled", "sequence_parallel"):
-        expect(isinstance(data[name], bool), name, "true or false", data[name])
+    data.pop("unfolded", None)  # the order in which gradients are added
+    mesh, batch = data.get("mesh"), data.get("batch")
+    if isinstance(mesh, Mapping) and "data" in mesh:
+        names = {"data": "fsdp" if mesh.get("sharded") else "dp", "pipeline": "pp", "tensor": "tp"}
+        data["mesh"] = {names.get(key, key): value for key, value in mesh.items() if key != "sharded"}
+    if isinstance(batch, Mapping) and not batch.get("attributes"):  # what forwards leave in attributes of modules
+        left = ("attributes", "kept", "tracked", "cached")
+        data["batch"] = {name: value for name, value in batch.items() if name not in left}
+    return data
+
+
+def _check_complete(data: Mapping[str, Any]) -> None:
+    """Raise `Misread` where a figure of the workload or of a device is missing, though it has a default."""
+    devices = data.get("devices")
+    rows = [
+        (PlanDevice, f"devices[{index}]", row) for index, row in enumerate(devices if isinstance(devices, list) else ())
+    ]
+    for kind, name, row in [(Workload, "workload", data.get("workload")), *rows]:
+        wanted = [one.name for one in fields(kind) if one.name != "network"]
+        expect(isinstance(row, Mapping) and set(wanted) <= set(row), name, f"an object with {', '.join(wanted)}", row)
+
+
+def _check(plan: Any) -> None:
+    """Raise `Misread` or `PlanError` unless the parts of a plan fit together."""
+    for name, known in CHOICES.items():
+        value = getattr(plan, name)
+        expect(value in known, name, f"one of {', '.join(filter(None, known))}", value)
     for name in ("micro_batch", "kept_layers"):
-        expect(_is_int(data[name]) and data[name] >= 0, name, "a number", data[name])
-    count: Any = data["num_microbatches"]
-    expect(_is_int(count) and count >= 1, "num_microbatches", "a positive integer", count)
-    for name in ("aligned", "written_back", "reasons", "layers"):
-        expect(_is_list_of(data[name], str), name, "a list of strings", data[name])
-        data[name] = tuple(data[name])
-    for name in ("placements", "pins"):
-        expect(isinstance(data[name], dict), name, "an object of path: device", data[name])
-    check_placements(data["placements"])
-    if data["pins"]:
-        expect(all(isinstance(v, str) and v for v in data["pins"].values()), "pins", "path: device", data["pins"])
-    data["workload"] = _read_workload(data["workload"])
-    data["devices"] = _read_devices(data["devices"])
-    listed = {device.name for device in data["devices"]}
-    for path, device in data["placements"].items():
-        expect(device in listed, "placements", f"one of the devices {sorted(listed)} for {path!r}", device)
-    _check_streamed(data["streamed"])
-    mesh = data["mesh"] = read_mesh(data["mesh"], Mesh, len(data["devices"]))
-    data["batch"] = read_batch(data["batch"])
-    layered = mesh is not None and (mesh.sharded or (bool(data["launch"]) and mesh.data > 1))
-    data["stages"] = read_stages(data["stages"], Stage, data["placements"], mesh.pipeline if mesh else 1, layered)
-    data["cuts"] = read_cuts(data["cuts"], mesh.tensor if mesh else len(data["devices"]))
-    data["whole"] = read_whole(data["whole"])
-    data["results"] = read_results(data["results"], data["cuts"])
-    if data["cuts"] and (mesh is None or mesh.pipeline == 1):
-        first = {"": data["devices"][0].name}
-        expect(data["placements"] == first, "placements", f"{first}, as parameters are cut", data["placements"])
-    return Plan(**data)
-
-
-def _check_streamed(streamed: Any) -> None:
-    wanted = 'an object of module path: "cpu" or "disk"'
-    expect(isinstance(streamed, dict), "streamed", wanted, streamed)
-    for path, place in streamed.items():
+        expect(getattr(plan, name) >= 0, name, "a number from 0", getattr(plan, name))
+    expect(plan.num_microbatches >= 1, "num_microbatches", "a positive integer", plan.num_microbatches)
+    for device in plan.devices:
+        expect(bool(device.name and device.kind and device.host), "devices", "named", device)
+        expect(device.memory_bytes >= 0, "memory_bytes", "a size in bytes", device.memory_bytes)
+    names = [device.name for device in plan.devices]
+    expect(0 < len(set(names)) == len(names), "devices", "different names", names)
+    check_placements(plan.placements)
+    for path, device in plan.placements.items():
+        expect(device in names, "placements", f"one of the devices {sorted(names)} for {path!r}", device)
+    expect(all(plan.pins.values()), "pins", "path: device", dict(plan.pins))
+    for path, place in plan.streamed.items():
         expect(place in ("cpu", "disk"), f"streamed of {path!r}", '"cpu" or "disk"', place)
-        inside = [outer for outer in above(path) if outer in streamed]
+        inside = [outer for outer in above(path) if outer in plan.streamed]
         expect(not inside, "streamed", "paths of which none is inside another", [*inside, path])
+    if plan.mesh is not None:
+        _check_mesh(plan.mesh, len(names))
+    if plan.batch is not None:
+        _check_batch(plan.batch)
+    _check_stages(plan)
+    _check_cuts(plan.cuts, plan.mesh.tensor if plan.mesh else len(names))
+    for part in [part for row in plan.results for part in row.parts]:
+        expect(part.dim >= 0, "results.parts", "a dimension from 0", part.dim)
+        expect(0 <= part.cut < len(plan.cuts), "results.parts", "one of the cuts", part.cut)
+        _check_axis("results.parts", part.axis, plan.cuts[part.cut].size)
+    if plan.cuts and (plan.mesh is None or plan.mesh.pipeline == 1):
+        first = {"": names[0]}
+        expect(plan.placements == first, "placements", f"{first}, as parameters are cut", plan.placements)
 
 
-def _read_workload(data: Any) -> Workload:
-    wanted = {item.name for item in fields(Workload)}
-    expect(isinstance(data, dict) and set(data) == wanted, "workload", f"an object with {sorted(wanted)}", data)
-    for name in ("batch_size", "sequence_length"):
-        expect(data.get(name) is None or _is_int(data[name]), f"workload.{name}", "an integer or null", data.get(name))
-    expect(_is_int(data.get("new_tokens", 0)), "workload.new_tokens", "an integer", data.get("new_tokens"))
-    for name in ("mode", "optimizer", "dtype"):
-        expect(isinstance(data.get(name, ""), str), f"workload.{name}", "a string", data.get(name))
-    expect(isinstance(data.get("assumed", False), bool), "workload.assumed", "true or false", data.get("assumed"))
-    try:
-        return Workload.from_dict(data)
-    except SpecError as error:
-        raise PlanError(f"the workload of this plan does not make sense: {error}") from None
+def _check_axis(name: str, axis: str, size: int) -> None:
+    expect(is_axis(axis, size), name, f"an axis with *{size} in it", axis)
 
 
-def _read_devices(data: Any) -> tuple[PlanDevice, ...]:
-    expect(_is_list_of(data, dict) and len(data) > 0, "devices", "a list of devices", data)
-    devices = []
-    for entry in data:
-        expect(
-            {*entry, "network"} == {item.name for item in fields(PlanDevice)},
-            "devices",
-            "name, memory_bytes, kind, host",
-            entry,
-        )
-        expect(isinstance(entry.get("network", ""), str), "devices", "a network such as '1600Gb/s'", entry)
-        expect(
-            all(isinstance(entry[k], str) and entry[k] for k in ("name", "kind", "host")), "devices", "strings", entry
-        )
-        expect(_is_int(entry["memory_bytes"]) and entry["memory_bytes"] >= 0, "memory_bytes", "a size in bytes", entry)
-        devices.append(PlanDevice(**entry))
-    names = [device.name for device in devices]
-    expect(len(set(names)) == len(names), "devices", "different names", names)
-    return tuple(devices)
+def _check_mesh(mesh: Mesh, devices: int) -> None:
+    sizes = tuple(mesh.degrees.values())
+    expect(min(sizes) >= 1 and mesh.size == devices, "mesh", f"degrees with a product of {devices}", sizes)
+    good = len(mesh.shares) in (0, mesh.data) and all(share > 0 for share in mesh.shares)
+    expect(good, "mesh.shares", f"{mesh.data} positive numbers", mesh.shares)
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_batch(batch: BatchAxis) -> None:
+    expect(batch.size >= 1, "batch.size", "a number of rows", batch.size)
+    expect(len(batch.inputs) > 0, "batch.inputs", "what is divided", batch.inputs)
+    for axis in [one.axis for one in batch.inputs] + [one.axis for one in batch.outputs if one.how == "cat"]:
+        _check_axis("batch.axis", axis, batch.size)
+    dims = [one.dim for one in batch.inputs] + [one.dim for one in batch.outputs]
+    expect(min(dims) >= 0, "batch.dim", "a dimension from 0", min(dims))
 
 
-def _is_list_of(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and all(isinstance(item, kind) for item in value)
+def _check_stages(plan: Any) -> None:
+    """Stages have all that is placed, but for those of sharded replicas, which are modules that are gathered as one."""
+    mesh = plan.mesh
+    paths = [path for stage in plan.stages for path in stage.paths]
+    expect(len(set(paths)) == len(paths), "stages", "different paths", paths)
+    pipeline = mesh.pipeline if mesh is not None else 1
+    gathered = mesh is not None and (mesh.sharded or (bool(plan.launch) and mesh.data > 1)) and pipeline == 1
+    if plan.stages and not gathered:
+        other = sorted(set(paths) ^ set(plan.placements))
+        expect(not other, "stages", "the paths of the placements", other)
+        expect(len(plan.stages) % pipeline == 0, "stages", f"a multiple of {pipeline} stages", len(plan.stages))
+
+
+def _check_cuts(cuts: tuple[Cut, ...], ranks: int) -> None:
+    seen: set[str] = set()
+    for index, cut in enumerate(cuts):
+        where = f"cuts[{index}]"
+        expect(len(set(cut.blocks)) == len(cut.blocks) > 0, f"{where}.blocks", "different module paths", cut.blocks)
+        expect(cut.size > 1, f"{where}.size", "more than one slice", cut.size)
+        good = len(cut.shares) == ranks and all(share > 0 for share in cut.shares) and sum(cut.shares) == cut.size
+        expect(good, f"{where}.shares", f"{ranks} positive shares of {cut.size} slices", cut.shares)
+        tokens = any(action.kind in ("divide", "collect", "join") for action in cut.actions)
+        expect(len(cut.shards) > 0 or tokens, f"{where}.shards", "what is cut", cut.shards)
+        names = [join(block, shard.name) for block in cut.blocks for shard in cut.shards]
+        twice = sorted(seen.intersection(names)) or sorted({name for name in names if names.count(name) > 1})
+        expect(not twice, f"{where}.shards", "tensors that nothing else cuts", twice[:1])
+        seen.update(names)
+        for shard in cut.shards:
+            expect(shard.dim >= 0, f"{where}.shards", "a dimension from 0", shard.dim)
+        for axis in [shard.axis for shard in cut.shards] + [action.axis for action in cut.actions if action.axis]:
+            _check_axis(f"{where}.axis", axis, cut.size)
+        for scale in cut.scales:
+            expect(len(scale.local) == ranks, f"{where}.scales", f"{ranks} numbers", scale.local)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

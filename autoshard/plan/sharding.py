@@ -21,7 +21,9 @@ ActionKind = Literal[
     "collect", "whole", "divide", "join", "context", "dispatch"
 ]  # fmt: skip
 
-
+LONGEST_DIMENSION = 2**27
+"""An axis of a damaged plan must not make the runtime list billions of indices."""
+MOST_BRACKETS = 100
 DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
 """Functions that multiply by a random mask of the shape of their first argument, where a `dropout` action may be."""
 
@@ -167,6 +169,22 @@ class Cut:
         return begin, begin + self.shares[rank]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whole:
+    """Parameters that every rank has whole, in each of `blocks` alike (`names` are relative to them), and why."""
+
+    blocks: tuple[str, ...]
+    names: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why something that could be cut by its axes is not."""
+
+    reason: str
+
+
 def resized(axis: str, size: int) -> str:
     """The axis of the same dimension when it has `size` indices, as in a run with another batch size or length.
 
@@ -246,50 +264,95 @@ def kept(axis: str, shares: tuple[int, ...], rank: int) -> numpy.ndarray:
     return numpy.flatnonzero((coordinates < 0) | ((coordinates >= begin) & (coordinates < begin + shares[rank])))
 
 
+Factor = int | tuple["Product", ...]
+"""A number of indices, less than 0 where it is the starred one; or parts one after the other."""
+Product = tuple[Factor, ...]
+"""Factors of a dimension, major to minor."""
+
+
 @cache
 def coordinates_of(axis: str) -> numpy.ndarray:
     """For every index along the dimension its slice of the starred factor, -1 where it has none.
 
     "2x*2"  ->  0 1 0 1        "(*2x2|1)"  ->  0 0 1 1 -1        Raises ValueError for what is not an axis.
     """
-    tokens = re.findall(r"\d+|[*x()|]", axis)
-    if "".join(tokens) != axis:
-        raise ValueError(f"{axis!r} does not describe an axis.")
-    tokens.reverse()
-    made = _product(tokens)
-    if tokens:
-        raise ValueError(f"{axis!r} does not describe an axis.")
+    made = _coordinates(_parse(axis))
     made.flags.writeable = False
     return made
 
 
-def _product(tokens: list[str]) -> numpy.ndarray:
-    made = _factor(tokens)
+def is_axis(axis: str, size: int) -> bool:
+    """Whether a text describes an axis that has factors *size, and at most one in every product."""
+    try:
+        stars, length = _stars_and_length(_parse(axis), size)
+    except ValueError:
+        return False
+    return stars == 1 and length <= LONGEST_DIMENSION
+
+
+def _parse(axis: str) -> Product:
+    tokens = re.findall(r"\d+|[*x()|]", axis)
+    if "".join(tokens) != axis or tokens.count("(") > MOST_BRACKETS:
+        raise ValueError(f"{axis!r} does not describe an axis.")
+    tokens.reverse()
+    try:
+        product = _parse_product(tokens)
+    except IndexError:
+        tokens = [axis]
+    if tokens:
+        raise ValueError(f"{axis!r} does not describe an axis.")
+    return product
+
+
+def _parse_product(tokens: list[str]) -> Product:
+    factors = [_parse_factor(tokens)]
     while tokens and tokens[-1] == "x":
         tokens.pop()
-        minor = _factor(tokens)
+        factors.append(_parse_factor(tokens))
+    return tuple(factors)
+
+
+def _parse_factor(tokens: list[str]) -> Factor:
+    token = tokens.pop()
+    if token == "(":
+        parts = [_parse_product(tokens)]
+        while tokens[-1] == "|":
+            tokens.pop()
+            parts.append(_parse_product(tokens))
+        if tokens.pop() != ")":
+            raise ValueError("a bracket is not closed in an axis.")
+        return tuple(parts)
+    number = int(tokens.pop() if token == "*" else token)
+    if number < 1:
+        raise ValueError("a size in an axis is at least 1.")
+    return -number if token == "*" else number
+
+
+def _coordinates(product: Product) -> numpy.ndarray:
+    made = numpy.full(1, -1)
+    for factor in product:
+        if isinstance(factor, tuple):
+            minor = numpy.concatenate([_coordinates(part) for part in factor])
+        else:
+            minor = numpy.arange(-factor) if factor < 0 else numpy.full(factor, -1)
         # (major index, minor index): the coordinate is that of the one that has a star
         made = numpy.where(made[:, None] >= 0, made[:, None], minor[None, :]).reshape(-1)
     return made
 
 
-def _factor(tokens: list[str]) -> numpy.ndarray:
-    token = tokens.pop() if tokens else ""
-    if token == "(":
-        parts = [_product(tokens)]
-        while tokens and tokens[-1] == "|":
-            tokens.pop()
-            parts.append(_product(tokens))
-        if not tokens or tokens.pop() != ")":
-            raise ValueError("a bracket is not closed in an axis.")
-        return numpy.concatenate(parts)
-    if token == "*":
-        size = _number(tokens.pop() if tokens else "")
-        return numpy.arange(size)
-    return numpy.full(_number(token), -1)
-
-
-def _number(token: str) -> int:
-    if not token.isdecimal():
-        raise ValueError(f"{token!r} is not a size in an axis.")
-    return int(token)
+def _stars_and_length(product: Product, size: int) -> tuple[int, int]:
+    """How many factors have a star in them, and how many indices there are. Raises ValueError for another star."""
+    stars, length = 0, 1
+    for factor in product:
+        if isinstance(factor, tuple):
+            parts = [_stars_and_length(part, size) for part in factor]
+            stars += any(starred for starred, _ in parts)
+            length *= sum(part for _, part in parts)
+        elif factor < 0 and -factor != size:
+            raise ValueError("another factor is cut.")
+        else:
+            stars += factor < 0
+            length *= abs(factor)
+    if stars > 1:
+        raise ValueError("two factors of a product are cut.")
+    return stars, length

@@ -9,15 +9,11 @@ embedding_colwise  columns of a table                         put together behin
 """
 
 import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
 from autoshard.common.module_paths import join, parent
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import Cut, Shard
-
-if TYPE_CHECKING:
-    from autoshard.plan import Plan
+from autoshard.plan.sharding import Cut, Shard, Whole
 
 COLUMNS = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"})
 ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"})
@@ -54,16 +50,16 @@ def matches(pattern: str, path: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), path) is not None
 
 
-def write_tp_plan(plan: "Plan") -> dict[str, str]:
+def write_tp_plan(cuts: Sequence[Cut], left_whole: Sequence[Whole]) -> dict[str, str]:
     """Say the cuts of a plan as a `tp_plan`. Raises `PlanError`, naming the block, where they can't be said in it."""
-    if not plan.cuts:
+    if not cuts:
         raise PlanError(
             "this plan cuts no parameters, so it has no tp_plan. "
             'Plan with strategy="column-parallel", or use plan.device_map.'
         )
     styles: dict[str, str] = {}
     paths: set[str] = set()
-    for cut in plan.cuts:
+    for cut in cuts:
         for path, style in _styles(cut).items():
             for block in cut.blocks:
                 whole = join(block, path)
@@ -71,7 +67,7 @@ def write_tp_plan(plan: "Plan") -> dict[str, str]:
                 if styles.setdefault(pattern, style) != style:
                     raise _unsayable(cut, f"{pattern} is {styles[pattern]} in one layer and {style} in another")
                 paths.add(whole)
-    for row in plan.whole:
+    for row in left_whole:
         for name in (join(block, name) for block in row.blocks for name in row.names):
             pattern = pattern_of(parent(name))
             if pattern in styles and parent(name) not in paths:

@@ -7,9 +7,10 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from autoshard.cluster.cluster import Cluster, Device, Host, Links
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Host
 from autoshard.cluster.hardware import hardware_table
-from autoshard.cluster.links import cards_of, link_groups
+from autoshard.cluster.links import cards_of
 from autoshard.cluster.network import speed_text
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
@@ -85,8 +86,6 @@ def print_hardware(console: Console) -> None:
 
 def _print_hosts(console: Console, cluster: Cluster) -> None:
     """The network of hosts, those that are alike in one line."""
-    if not isinstance(cluster.links, Links):
-        return
     count = Counter(device.host for device in cards_of(cluster.devices))
     alike: dict[Host, list[str]] = {}
     for name, host in cluster.links.hosts.items():
@@ -109,7 +108,9 @@ def _print_links(console: Console, cluster: Cluster) -> None:
 def link_rows(cluster: Cluster) -> list[list[str]]:
     """[rate, latency, pairs] of links that are alike."""
     rows = []
-    for (rate, latency), (count, pairs) in sorted(link_groups(cluster).items(), reverse=True):
+    for (latency, rate), (count, pairs) in sorted(
+        cluster.links.groups().items(), key=lambda row: row[0][::-1], reverse=True
+    ):
         shown = ", ".join(f"{source} -> {destination}" for source, destination in pairs)
         more = f" and {count - 2} more" if count > 2 else ""
         rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), shown + more])

@@ -85,14 +85,13 @@ def cluster_for(devices: "Devices | Plan", max_memory: "Mapping[Any, Size] | Non
 
     With "auto" and `max_memory` they are those that it lists.
     """
-    from autoshard.cluster.links import between_processes
     from autoshard.cluster.parse import cluster_of, parse_devices
     from autoshard.runtime.collectives import count_processes
 
     if max_memory and isinstance(devices, str) and devices == "auto":
         devices = max_memory
     cluster = cluster_of(devices.devices) if isinstance(devices, Plan) else parse_devices(devices)
-    return between_processes(cluster) if count_processes() > 1 else cluster
+    return cluster.between_processes() if count_processes() > 1 else cluster
 
 
 def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | None) -> None:

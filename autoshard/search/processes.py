@@ -12,7 +12,8 @@ from typing import cast
 import torch
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import RESERVED, Cluster, Device, plan_device
+from autoshard.cluster.cluster import RESERVED, Cluster, plan_device
+from autoshard.cluster.device import Device
 from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason
 from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds

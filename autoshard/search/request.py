@@ -124,7 +124,7 @@ class Request:
 
 def _inside_blocks(check: "CheckCuts") -> "CheckCuts":
     """What refuses to cut what no block has, and leaves the rest to `check`."""
-    from autoshard.plan.cuts import Refusal
+    from autoshard.plan.sharding import Refusal
 
     def checked(groups: Any, shares: Any) -> Any:
         inside = ["" not in group.blocks for group in groups]

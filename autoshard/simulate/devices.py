@@ -12,8 +12,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import active_cluster, parse_devices
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
-from autoshard.simulate.ops import run_op
-from autoshard.simulate.tensor import SimulatedTensor, all_ours, become
+from autoshard.simulate.tensor import SimulatedTensor, all_ours, become, run_op
 from autoshard.torch_private import DispatchMode, FakeTensor
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign

@@ -16,13 +16,13 @@ from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.unchecked import as_cut, unchecked
 from autoshard.axes.walk import where
 from autoshard.capture.graph import name_of
-from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.cluster.device import Device
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Cut
+from autoshard.plan.sharding import Cut, Refusal
 from autoshard.profile.profile import Profile
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.cut_reasons import explain_cuts, explain_whole, lacking_memory, no_such_degree

@@ -5,8 +5,7 @@ from collections.abc import Iterable, Sequence
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.common.module_paths import above, join, relative
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.plan.cuts import Whole
-from autoshard.plan.sharding import Cut, count_collectives
+from autoshard.plan.sharding import Cut, Whole, count_collectives
 from autoshard.strategies.cut_task import Choice, CutTask, allows, full_names
 
 _NOT_FOLLOWED = {True: "no dimension of it can be followed", False: "nothing in the recorded run uses it"}

@@ -17,7 +17,8 @@ from autoshard.axes.groups import AxisGroup
 from autoshard.axes.unchecked import as_cut
 from autoshard.capture.columns import columns_of
 from autoshard.capture.latest import Latest
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.common.module_paths import join
 from autoshard.engine.cuts import Collective, CutTrace, Tracer
 from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline

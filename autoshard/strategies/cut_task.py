@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from autoshard.axes.groups import AxisGroup
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.common.module_paths import join
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import Pricer

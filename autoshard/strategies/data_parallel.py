@@ -16,7 +16,8 @@ import numpy as np
 from autoshard.axes.regions import element_of, repeated_elements
 from autoshard.capture.columns import columns_of
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.cluster.device import Device
 from autoshard.common.module_paths import is_below, parent
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate

@@ -13,7 +13,8 @@ from itertools import permutations
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.cluster.device import Device
 from autoshard.common.module_paths import above, parent
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate

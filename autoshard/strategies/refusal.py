@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from autoshard.cluster.cluster import Cluster, Link, Links
+from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.links import make_links
 from autoshard.common.sizes import format_bytes
 from autoshard.strategies.chain import Chain
@@ -82,22 +82,14 @@ def round_up(nbytes: float) -> int:
 def with_copies(cluster: Cluster, device: int, count: int) -> Cluster:
     """The cluster with more devices like one of its own, on the same links."""
     model = cluster.devices[device]
-    implied = cluster.links if isinstance(cluster.links, Links) else None
-    links = list(implied.known.values() if implied is not None else cluster.links)
+    links = [*cluster.links.known.values()]
     near = [link for link in links if model.name in (link.source, link.destination)]
-    best = max(near, key=lambda link: link.bytes_per_second, default=None)
-    peer = best or Link(source="", destination="", bytes_per_second=1e11, latency_seconds=1e-5)
     names = [f"{model.name} (copy {k + 1})" for k in range(count)]
     for name in names:
         for link in near:
             copied = replace(link, source=name) if link.source == model.name else replace(link, destination=name)
             links.append(copied)
-        for other in (model.name, *names[: names.index(name)]) if implied is None else ():
-            links.append(replace(peer, source=name, destination=other))
-            links.append(replace(peer, source=other, destination=name))
     copies = tuple(replace(model, name=name) for name in names)
     devices = (*cluster.devices, *copies)
-    if implied is None:
-        return replace(cluster, devices=devices, links=tuple(links))
     known = {(link.source, link.destination): link for link in links}
-    return replace(cluster, devices=devices, links=make_links(devices, tuple(implied.hosts.values()), known))
+    return replace(cluster, devices=devices, links=make_links(devices, tuple(cluster.links.hosts.values()), known))

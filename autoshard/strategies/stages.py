@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.engine.stages import weight_ops
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.profile.measure import first_saves, trained_sizes

@@ -14,8 +14,7 @@ from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.check.cuts import CutChecks, check_cuts
 from autoshard.common.module_paths import join
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Cut, even_shares
+from autoshard.plan.sharding import Cut, Refusal, even_shares
 from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.cuts import apply_cuts
 from tests.check.blocks import (

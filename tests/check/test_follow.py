@@ -8,8 +8,7 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.check.cuts import check_cuts
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Cut
+from autoshard.plan.sharding import Cut, Refusal
 from tests.check import leaks
 from tests.check.leaks import Flagged, Numbers, OneMarked, Outside, Spelt, Stack, Wide
 

@@ -5,8 +5,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Cut
+from autoshard.plan.sharding import Cut, Refusal
 from tests.check.leaks import Stack, Wide
 from tests.check.test_follow import X, outcome
 from tests.check.watchers import (

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli.main import app
-from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.files import cluster_from_dict
 from autoshard.plan import Plan
 
 ROOT = Path(autoshard.__file__).parents[1]
@@ -117,7 +117,7 @@ def test_a_device_map_can_be_estimated(file, tmp_path):
 def test_devices(tmp_path):
     out = tmp_path / "cluster.json"
     done = command("devices", "2 hosts of 2xA100-40GB", "--json", "-o", out)
-    assert Cluster.from_dict(json.loads(done.stdout)) == Cluster.from_dict(json.loads(out.read_text()))
+    assert cluster_from_dict(json.loads(done.stdout)) == cluster_from_dict(json.loads(out.read_text()))
     text = command("devices", out).stdout
     assert "A100-SXM-40" in text and "GB/s" in text and "host1" in text
     assert "cpu" in command("devices", "cpu").stdout

@@ -5,7 +5,7 @@ import torch
 
 from autoshard.cluster.calibrate import calibrate
 from autoshard.cluster.disk import measure_disk
-from autoshard.cluster.links import LOOPBACK, between_processes
+from autoshard.cluster.links import LOOPBACK
 from autoshard.cluster.parse import parse_devices
 
 
@@ -27,7 +27,7 @@ def test_measured_devices_keep_their_memory():
         assert 0 < new.launch_seconds < 1e-2
     assert after.devices[0].flops_per_second == after.devices[1].flops_per_second
     assert after.links == before.links
-    assert between_processes(after).link("cpu:0", "cpu:1").latency_seconds == LOOPBACK[1]  # no copy in memory
+    assert after.between_processes().link("cpu:0", "cpu:1").latency_seconds == LOOPBACK[1]  # no copy in memory
 
 
 def test_the_disk_is_measured(tmp_path, monkeypatch):

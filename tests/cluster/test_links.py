@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.cluster.links import LOOPBACK, between_processes
+from autoshard.cluster.links import LOOPBACK
 from autoshard.cluster.parse import parse_devices
 from tests.ranks import run_ranks
 
@@ -20,7 +20,7 @@ def rate(cluster, source="cpu:0", destination="cpu:1"):
 
 
 def test_cpus_with_a_process_each_send_through_the_loopback():
-    cluster = between_processes(parse_devices(TWO))
+    cluster = parse_devices(TWO).between_processes()
     assert rate(cluster) == rate(cluster, "cpu:1", "cpu:0") == LOOPBACK
     assert rate(parse_devices(TWO))[1] < LOOPBACK[1] / 10  # in one process it is a copy
 
@@ -28,13 +28,13 @@ def test_cpus_with_a_process_each_send_through_the_loopback():
 @pytest.mark.parametrize("devices", ["2xH100-80GB", {"cpu:0": "1GiB", "cpu": "1GiB"}])
 def test_other_links_stay(devices):
     cluster = parse_devices(devices)
-    assert between_processes(cluster) is cluster
+    assert cluster.between_processes() is cluster
 
 
 def test_what_is_known_of_a_link_stays():
     cluster = parse_devices(TWO)
     known = replace(cluster, links=tuple(replace(link, latency_seconds=1e-5) for link in cluster.links))
-    assert between_processes(known) is known
+    assert known.between_processes() is known
 
 
 def collective_seconds():

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.files import cluster_from_dict, cluster_to_dict
 from autoshard.cluster.parse import MAX_DEVICES, active_cluster, canonical_name, cluster_of, parse_devices
 from autoshard.errors import SpecError
 from autoshard.plan import PlanDevice
@@ -271,4 +272,4 @@ def test_only_a_cluster_or_a_spec_error_comes_out(spec, simulated):
     assert all(d.memory_bytes > 0 and d.budget_bytes > 0 for d in cluster.devices)
     if len(cluster.devices) <= 16:
         assert len(cluster.links) == len(cluster.devices) * (len(cluster.devices) - 1)
-        assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+        assert cluster_from_dict(json.loads(json.dumps(cluster_to_dict(cluster)))) == cluster

@@ -5,7 +5,8 @@ import re
 from collections import defaultdict
 
 import autoshard
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.common.module_paths import above, is_below, join
 from autoshard.plan.sharding import count_collectives
 

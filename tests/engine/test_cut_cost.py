@@ -13,7 +13,8 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.check.rank import LoneRank
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.engine.pricer import price

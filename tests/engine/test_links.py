@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 
 COUNTS, SIZES = st.integers(2, 9), st.integers(0, 10**9)

@@ -11,7 +11,8 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.placed import lower_bound
 from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece, price

@@ -5,7 +5,8 @@ import itertools
 import pytest
 
 from autoshard.capture.capture import capture
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.engine.placed import lower_bound, unit_seconds
 from autoshard.engine.pricer import price
 from autoshard.engine.timing import op_seconds, optimizer_seconds

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
 from autoshard.plan import Plan, PlanDevice
-from autoshard.plan.cuts import Whole, is_axis
-from autoshard.plan.sharding import Action, Cut, Part, Results, Scale, Shard, coordinates_of
+from autoshard.plan.sharding import Action, Cut, Part, Results, Scale, Shard, Whole, coordinates_of, is_axis
 from autoshard.plan.workload import Workload
 from tests.runtime.test_plan_file import JSON
 from tests.runtime.test_plan_file import example as example_without_cuts

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, permutations, product
 
-from autoshard.cluster.cluster import Cluster, Device, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.cluster.device import Device
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.pricer import price

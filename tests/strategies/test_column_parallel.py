@@ -13,14 +13,14 @@ import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked, find_groups
 from autoshard.axes.regions import Region
 from autoshard.capture.capture import capture
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.cuts import estimate_cuts
 from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.plan.cuts import Refusal
-from autoshard.plan.sharding import Action, Cut, Shard, even_shares
+from autoshard.plan.sharding import Action, Cut, Refusal, Shard, even_shares
 from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.strategies.cut_choice import Option, choose

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Plan

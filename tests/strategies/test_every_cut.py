@@ -12,7 +12,8 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
-from autoshard.cluster.cluster import Cluster, Device, Link, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
+from autoshard.cluster.device import Device, Link
 from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError

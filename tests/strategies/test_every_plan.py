@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.cluster.cluster import Cluster, Device, Link
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device, Link
 from autoshard.errors import PlanError
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.workload import Workload

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from typing import Any
 
-from autoshard.cluster.cluster import Cluster, Device
+from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY, hardware_table
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.estimate import Estimate
