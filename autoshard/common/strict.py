@@ -58,7 +58,7 @@ def read_as(kind: Any, data: Any, name: str) -> Any:
 
 def read_fields(kind: type, data: Any, name: str) -> dict[str, Any]:
     """Read the fields that an object has of a dataclass; as `read_as`."""
-    known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
+    known = {field.name: field for field in fields(kind)}
     needed = [
         key for key, field in known.items() if field.default is MISSING and field.default_factory is MISSING
     ]  # fmt: skip

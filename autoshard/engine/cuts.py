@@ -104,7 +104,7 @@ def _ranks(plan: Plan, profile: Profile, cluster: Cluster, traced: CutTrace) -> 
         key = (shares, *device.speed, device.kind, device.memory_bytes, device.name.partition(":")[0])
         if key not in known:
             local = local_profile(profile, traced, rank)
-            one = replace(cluster, devices=(device,), links=())
+            one = replace(cluster, devices=(device,))
             moves = flow(local.graph, {"": row.name})
             known[key] = estimate_placed(local, one, moves, plan.objective).devices[0]
         found[row.name] = replace(known[key], name=row.name)
