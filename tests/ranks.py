@@ -68,6 +68,11 @@ def run_ranks(function, count, *args, timeout_seconds=120.0, may_die=False, lost
                     process.join()
 
 
+def run_jobs(jobs):
+    """What several functions give in one launch: name -> (function, *arguments) becomes name -> result."""
+    return {name: function(*arguments) for name, (function, *arguments) in jobs.items()}
+
+
 def _collect(pipes, deadline, may_die, lost):
     results = []
     for rank, pipe in enumerate(pipes):

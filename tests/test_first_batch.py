@@ -7,16 +7,13 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.plan import Mesh
-from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
+from autoshard.plan.batching import ASSUMED
 from tests.hooks import is_hooked
-from tests.runtime.pipelines import pipeline
+from tests.runtime.pipelines import ROWS, pipeline, replicas
 
 HERE = {"cpu:0": "16MiB", "cpu:1": "16MiB"}
-ROWS = BatchAxis(
-    size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=(BatchOutput(path="", how="cat", axis="*8"),),
-    assumed=True,
-)  # fmt: skip
+PLANS = {"pipeline": pipeline, "replicas": replicas}
+BOTH = pytest.mark.parametrize("how", PLANS)
 
 
 class Blocks(nn.Module):
@@ -35,23 +32,15 @@ class Blocks(nn.Module):
         return x / x.norm() if self.mixing else x
 
 
-def divided(model, inputs, how):
-    """A plan that divides the batch into micro-batches or over replicas."""
-    plan = pipeline(model, inputs, ROWS)
-    if how == "pipeline":
-        return plan
-    placements = {"": plan.devices[0].name}
-    return replace(
-        plan, strategy="data-parallel", mesh=Mesh(dp=3), stages=(), num_microbatches=1, schedule="none",
-        placements=placements,
-    )  # fmt: skip
+def divided(model, x, how):
+    return PLANS[how](model, {"x": x}, replace(ROWS, assumed=True))
 
 
-@pytest.mark.parametrize("how", ["pipeline", "replicas"])
+@BOTH
 def test_rows_that_mix_are_found_with_the_first_batch(how):
     model, x = Blocks(mixing=True), torch.randn(8, 8)
     with autoshard.simulate("3x16MiB"):
-        autoshard.apply(model, divided(model, {"x": x}, how), check_first_batch=True)
+        autoshard.apply(model, divided(model, x, how), check_first_batch=True)
         for _ in range(2):  # it stays on guard
             with pytest.raises(autoshard.VerifyError) as raised:
                 model(x)
@@ -59,16 +48,17 @@ def test_rows_that_mix_are_found_with_the_first_batch(how):
         assert "the first batch of Blocks gives something else divided" in text and ASSUMED in text
         assert "the output by up to" in text
         assert "balanced" in text and model.calls == 0
+        assert model(x[:1]).shape == (1, 8)  # a call of one row is not the one that is waited for
         autoshard.remove(model)
         assert model(x).shape == (8, 8)
 
 
-@pytest.mark.parametrize("how", ["pipeline", "replicas"])
+@BOTH
 def test_equal_rows_pass_and_the_model_is_as_one_call_leaves_it(how):
     torch.manual_seed(0)
     model, x = Blocks(dropout=0.4).train(), torch.randn(8, 8)
     with autoshard.simulate("3x16MiB"):
-        plan = divided(model, {"x": x}, how)
+        plan = divided(model, x, how)
         results = []
         for check in (False, True):
             model.calls = 0
@@ -81,15 +71,6 @@ def test_equal_rows_pass_and_the_model_is_as_one_call_leaves_it(how):
             autoshard.remove(model)
     (first, calls, state), (second, checked_calls, checked_state) = results
     assert torch.equal(first, second) and calls == checked_calls and torch.equal(state, checked_state)
-
-
-def test_a_call_of_one_row_is_not_the_one_that_is_waited_for():
-    model, x = Blocks(mixing=True), torch.randn(8, 8)
-    with autoshard.simulate("3x16MiB"):
-        autoshard.apply(model, divided(model, {"x": x}, "pipeline"), check_first_batch=True)
-        assert model(x[:1]).shape == (1, 8)
-        with pytest.raises(autoshard.VerifyError):
-            model(x)
 
 
 def test_cut_columns_are_compared_with_the_whole_model():
@@ -111,7 +92,7 @@ def test_cut_columns_are_compared_with_the_whole_model():
 
 def test_a_model_that_cannot_be_copied_is_refused_when_the_plan_is_applied():
     model, x = Blocks(), torch.randn(8, 8)
-    plan = divided(model, {"x": x}, "pipeline")
+    plan = divided(model, x, "pipeline")
     model.lines = (line for line in "abc")
     with autoshard.simulate("3x16MiB"):
         with pytest.raises(autoshard.ApplyError, match="can't be copied"):

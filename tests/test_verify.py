@@ -78,6 +78,7 @@ def test_the_peak_is_the_predicted_one(inputs):
 
 @pytest.mark.parametrize("training", [False, True])
 def test_everything_is_left_as_it_was(model, inputs, training, monkeypatch):
+    """Equal or not."""
     model.train(training)
     model(**inputs)["out"].sum().backward()
     before, given = copy.deepcopy(model), {name: value.clone() for name, value in inputs.items()}

@@ -10,12 +10,12 @@ from torch import nn
 import autoshard
 from autoshard.errors import ApplyError, RankError
 from autoshard.plan import Plan, PlanDevice
-from autoshard.plan.sharding import Action, Cut, Shard
+from autoshard.plan.sharding import Action, Cut
 from autoshard.plan.workload import Workload
 from autoshard.runtime import is_applied
 from autoshard.verify.verify import verify
 from tests.ranks import run_ranks
-from tests.runtime.cut_models import decoder_cuts, make_decoder
+from tests.runtime.cut_models import decoder_cuts, make_decoder, reduce, shard
 
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])}
 
@@ -40,6 +40,7 @@ def plan() -> Plan:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_cut_decoder_is_equal_to_rounding(decoder, training):
+    """So is an applied one to its removed state."""
     found = autoshard.plan(decoder, "2x1GiB", inputs=IDS, strategy="column-parallel", objective="memory")
     report = verify(decoder, found, IDS, training=training, new_tokens=4)
     assert report.ok, report.first_difference
@@ -49,6 +50,13 @@ def test_a_cut_decoder_is_equal_to_rounding(decoder, training):
     for peak in report.peaks:
         assert peak.measured_bytes < 1 << 22 and peak.predicted_bytes is not None
     assert not is_applied(decoder)
+    if not training:
+        devices = tuple(replace(one, name=f"cpu:{rank}") for rank, one in enumerate(found.devices))
+        autoshard.apply(decoder, replace(found, devices=devices, placements={"": "cpu:0"}))
+        try:
+            assert verify(decoder, inputs=IDS, new_tokens=3).ok
+        finally:
+            autoshard.remove(decoder)
 
 
 def without(plan, kind, module):
@@ -103,13 +111,10 @@ HEADS = Cut(
     size=4,
     shares=(2, 2),
     shards=(
-        *(Shard(name=f"{x}.{y}", dim=0, axis="*4x4") for x in "qkv" for y in ("weight", "bias")),
-        Shard(name="out.weight", dim=1, axis="*4x4"),
+        *(shard(f"{x}.{y}", 0, "*4x4") for x in "qkv" for y in ("weight", "bias")),
+        shard("out.weight", 1, "*4x4"),
     ),
-    actions=(
-        *(Action(kind="enter", module=x, argument="0.0") for x in "qkv"),
-        Action(kind="reduce", module="out", function="linear", occurrence=0, addend="0.2"),
-    ),
+    actions=(*(Action(kind="enter", module=x, argument="0.0") for x in "qkv"), reduce("out", addend="0.2")),
 )
 
 
@@ -131,29 +136,17 @@ def test_outputs_that_stay_cut_are_compared_part_by_part(training, monkeypatch):
     assert not report.ok and report.first_difference.output == "output 1.0"
 
 
-def test_an_applied_cut_model_is_compared_with_its_removed_state(decoder):
-    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    autoshard.apply(decoder, devices, inputs=IDS, strategy="column-parallel", objective="memory")
-    try:
-        assert verify(decoder, inputs=IDS, new_tokens=3).ok
-    finally:
-        autoshard.remove(decoder)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_autocast(decoder, plan, training):
+def test_autocast(decoder, plan):
     with torch.autocast("cpu", torch.bfloat16):
-        found = verify(decoder, plan, IDS, training=training, new_tokens=0)
+        found = verify(decoder, plan, IDS, training=True, new_tokens=0)
         assert found.ok, found.first_difference
         assert any("computes in bfloat16" in note for note in found.notes)
-        assert not verify(decoder, without(plan, "reduce", "mlp.down_proj"), IDS, training=training, new_tokens=0).ok
+        assert not verify(decoder, without(plan, "reduce", "mlp.down_proj"), IDS, training=False, new_tokens=0).ok
 
 
 def verified():
-    torch.manual_seed(0)
     model = make_decoder()
-    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    found = autoshard.plan(model, devices, inputs=IDS, strategy="column-parallel", objective="memory")
+    found = a_plan(decoder_cuts(("model.layers.0", "model.layers.1")), "cpu")
     wrong = replace(found, cuts=tuple(replace(cut, actions=without_sums(cut)) for cut in found.cuts))
     good, bad = (verify(model, plan, IDS, training=True, new_tokens=3) for plan in (found, wrong))
     torch.manual_seed(0)

@@ -7,10 +7,8 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.plan import Mesh, Plan, PlanDevice
-from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.verify.verify import verify
-from tests.runtime.pipelines import pipeline, sentences, words
+from tests.runtime.pipelines import LABELLED, ROWS, pipeline, replicas, sentences, words
 
 
 def elsewhere(plan):
@@ -33,77 +31,46 @@ def test_a_pipeline_is_equal_to_rounding(labelled):
     assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1", "cuda:2"]
 
 
-class Dropping(nn.Module):
-    """Drops values and adds noise."""
+class Blocks(nn.Module):
+    """Linear layers, in bfloat16 if `lowered`; some of the mean of the batch is taken away, or values are drawn."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: float = 0.0, lowered: bool = False, drawn: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.taken, self.lowered, self.drawn = taken, lowered, drawn
 
     def forward(self, x):
-        x = x + torch.randn_like(x)
-        for block in self.blocks:
-            x = nn.functional.dropout(block(x), 0.3)
-        return x
-
-
-def test_random_numbers_are_no_difference():
-    model, inputs = Dropping(), {"x": torch.randn(8, 8)}
-    before = torch.get_rng_state()
-    found = verify(model, elsewhere(pipeline(model, inputs, ROWS)), inputs)
-    assert found.ok, found.first_difference
-    assert any("random numbers were taken to be the same for all rows" in note for note in found.notes)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-class Centred(nn.Module):
-    """Takes the mean of the batch away, or a share of it, in an inner module."""
-
-    def __init__(self, share: float = 1.0) -> None:
-        super().__init__()
-        self.blocks, self.share = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), share
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x - self.share * x.mean(0, keepdim=True))
-        return x
-
-
-ROWS = BatchAxis(
-    size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=(BatchOutput(path="", how="cat", axis="*8"),)
-)
-
-
-@pytest.mark.parametrize("mode", ["training", "inference"])
-def test_rows_that_are_mixed_are_found(mode):
-    model, inputs = Centred(), {"x": torch.randn(8, 8)}
-    workload = autoshard.Workload(mode=mode)
-    found = verify(model.train(mode == "training"), elsewhere(pipeline(model, inputs, ROWS, workload=workload)), inputs)
-    assert not found.ok and found.first_difference.max_error > 0.1
-
-
-class Lowered(nn.Module):
-    """Computes in half precision and returns single precision; takes some of the mean of the batch away."""
-
-    def __init__(self, taken: float) -> None:
-        super().__init__()
-        self.blocks, self.taken = nn.ModuleList(nn.Linear(64, 64) for _ in range(3)), taken
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16):
+        if self.drawn:
+            x = nn.functional.dropout(x + torch.randn_like(x), 0.3)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.lowered):
             for block in self.blocks:
                 x = block(x - self.taken * x.mean(0, keepdim=True)).relu()
         return x.float()
 
 
+def verified(model, mode="training"):
+    model, inputs = model.train(mode == "training"), {"x": torch.randn(8, 64)}
+    return verify(model, elsewhere(pipeline(model, inputs, ROWS, workload=autoshard.Workload(mode=mode))), inputs)
+
+
+def test_random_numbers_are_no_difference():
+    before = torch.get_rng_state()
+    torch.manual_seed(0)
+    found = verified(Blocks(drawn=True))
+    assert found.ok, found.first_difference
+    assert any("random numbers were taken to be the same for all rows" in note for note in found.notes)
+    torch.set_rng_state(before)
+
+
 @pytest.mark.parametrize("mode", ["training", "inference"])
-def test_half_precision_inside_of_a_model(mode):
-    inputs, workload = {"x": torch.randn(8, 64)}, autoshard.Workload(mode=mode)
+@pytest.mark.parametrize("lowered", [False, True])
+def test_rows_that_are_mixed_are_found(mode, lowered):
+    """Also where a model computes in half precision and returns single precision."""
     for taken in (0.0, 1.0):
-        model = Lowered(taken).train(mode == "training")
-        found = verify(model, elsewhere(pipeline(model, inputs, ROWS, workload=workload)), inputs)
+        found = verified(Blocks(taken, lowered), mode)
         assert found.ok is (taken == 0), found.first_difference
-        assert any("computes in bfloat16, so 0.05 of the largest" in note for note in found.notes)
+        said = any("computes in bfloat16, so 0.05 of the largest" in note for note in found.notes)
+        assert said is lowered
 
 
 def test_an_applied_model_is_compared_with_its_removed_state():
@@ -116,34 +83,20 @@ def test_an_applied_model_is_compared_with_its_removed_state():
 
 def test_replicas_are_equal_to_rounding():
     model, inputs = words().float(), sentences()
-    names = ("cuda:0", "cuda:1")
-    plan = Plan(
-        strategy="data-parallel", objective="latency", workload=autoshard.Workload(mode="training", batch_size=8),
-        devices=tuple(PlanDevice(name=name, memory_bytes=1 << 24) for name in names), placements={"": "cuda:0"},
-        mesh=Mesh(dp=2, shares=(5, 3)), batch=pipeline(model, inputs).batch,
-    )  # fmt: skip
-    found = verify(model, plan, inputs)
+    found = verify(model, elsewhere(replicas(model, inputs, shares=(5, 3))), inputs)
     assert found.ok and 0 < found.max_error < 1e-5
     assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1"]
     assert all(peak.measured_bytes > 0 for peak in found.peaks)
 
 
-def test_peaks_of_replicas_are_predicted():
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_peaks_of_replicas_are_predicted(mode):
     """Outputs leave for the first device, and gradients of replicas are added once all have gone back."""
-    model, inputs = words().float(), sentences(9, 12)
-    batch = replace(
-        pipeline(model, sentences()).batch, size=9,
-        inputs=tuple(BatchInput(path=name, dim=0, axis="*9") for name in inputs),
-        outputs=(BatchOutput(path="logits", how="cat", axis="*9"),
-                 BatchOutput(path="loss", how="weighted", weights="labels", skipped=1)),
-    )  # fmt: skip
-    plan = Plan(
-        strategy="data-parallel", objective="latency",
-        workload=autoshard.Workload(mode="training", batch_size=9, optimizer="none"),
-        devices=tuple(PlanDevice(name=f"cuda:{i}", memory_bytes=1 << 24) for i in range(3)),
-        placements={"": "cuda:0"}, mesh=Mesh(dp=3), batch=batch,
-    )  # fmt: skip
-    found = verify(model, plan, inputs)
+    model, inputs = words().float().train(mode == "training"), sentences(9, 12)
+    batch = replace(LABELLED, size=9, inputs=tuple(replace(one, axis="*9") for one in LABELLED.inputs),
+                    outputs=(replace(LABELLED.outputs[0], axis="*9"), LABELLED.outputs[1]))  # fmt: skip
+    workload = autoshard.Workload(mode=mode, batch_size=9, optimizer="none")
+    found = verify(model, elsewhere(replace(replicas(model, inputs, batch), workload=workload)), inputs)
     assert found.ok, found.first_difference
     for peak in found.peaks:
         assert peak.predicted_bytes == pytest.approx(peak.measured_bytes, rel=0.1), peak.name

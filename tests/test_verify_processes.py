@@ -8,10 +8,9 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import VerifyError
-from autoshard.plan import Mesh, Plan
+from autoshard.plan import Mesh
 from tests.pipelines.models import decoder, skips
 from tests.pipelines.plans import plan_of
-from tests.pipelines.test_hybrids import MESHES, make, plan_for
 from tests.ranks import run_ranks
 from tests.torch_releases import SHARDS_REPLICAS
 
@@ -68,18 +67,3 @@ def test_two_ranks():
         assert found.ok, (name, found)
     assert said["stages"].compared == ("forward", "backward", "optimizer step")
     assert said["answers"].compared == ("forward",)
-
-
-def on_four(plans):
-    return {
-        name: autoshard.verify(make("decoder")[0], Plan.from_json(text), inputs=make("decoder")[2], new_tokens=0)
-        for name, text in plans.items()
-    }
-
-
-@pytest.mark.slow
-def test_meshes_of_four_ranks():
-    plans = {name: plan_for("decoder", mesh) for name, mesh in MESHES.items() if mesh.size == 4}
-    for said in run_ranks(on_four, 4, plans):
-        for name, found in said.items():
-            assert found.ok, (name, found)

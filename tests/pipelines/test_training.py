@@ -10,14 +10,15 @@ import torch
 from safetensors.torch import load_file
 
 import autoshard
-from autoshard.errors import ApplyError, RankError
+from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.plan import Mesh
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.staged import check_stages
-from tests.pipelines.models import Scaled, Tied, decoder, shared, tied
+from tests.pipelines.models import Scaled, decoder, shared, tied
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import token_loss
-from tests.ranks import run_ranks
+from tests.pipelines.test_ways import other_ways
+from tests.ranks import run_jobs, run_ranks
 
 
 def trained(make, apply_plan, steps=3, loss=None):
@@ -57,7 +58,7 @@ def files(folder):
 
 def train_and_save(folder):
     results = {}
-    for name, make, loss in (("tied", tied, token_loss), ("decoder", partial(decoder, 2, 2), None)):
+    for name, make, loss in CASES:
         losses, norms, model = trained(make, True, loss=loss)
         autoshard.save(model, f"{folder}/{name}")
         autoshard.remove(model)
@@ -66,19 +67,6 @@ def train_and_save(folder):
         if torch.distributed.get_rank() == 0:
             autoshard.save(model, f"{folder}/{name}-removed")
     return results
-
-
-def test_three_steps_with_clipping_and_saving(tmp_path):
-    first, last = run_ranks(train_and_save, 2, str(tmp_path))
-    for name, make, loss in (("tied", tied, token_loss), ("decoder", partial(decoder, 2, 2), None)):
-        losses, norms, model = trained(make, False, loss=loss)
-        assert torch.allclose(torch.tensor(losses), torch.tensor(last[name][0]), rtol=1e-6), name
-        for rank in (first, last):
-            assert torch.allclose(torch.tensor(norms), torch.tensor(rank[name][1]), rtol=1e-5), name
-            for key, value in model.state_dict().items():
-                assert torch.allclose(value, torch.from_numpy(rank[name][2][key]), atol=2e-4), (name, key)
-        assert files(tmp_path / name) == files(tmp_path / f"{name}-removed")
-    assert Tied  # the model of the first case
 
 
 def scaled_apart():
@@ -101,132 +89,108 @@ def scaled_apart():
         runner.step(**inputs)
 
 
-def test_gradients_that_are_scaled_by_a_norm_of_one_rank_are_noticed():
-    run_ranks(scaled_apart, 2)
-
-
 def changes():
     """What is changed between steps counts in the next one; copies are models of their own."""
     torch.manual_seed(0)
     model, inputs = Scaled(), {"x": torch.randn(8, 4)}
     alone = copy.deepcopy(model)
     autoshard.apply(model, plan_of(model, [["first"], ["second"]], 2, inputs, parts=2))
-    runner, wrong = autoshard.schedule(model), []
+    runner = autoshard.schedule(model)
 
-    def same(name, model=model, runner=runner):
+    def check(name, model=model, runner=runner):
         alone.zero_grad()
         alone(**inputs)["loss"].backward()
         model.zero_grad()
         runner.step(**inputs)
-        own = [one.grad for one in model.parameters() if not one.is_meta]
-        wanted = [b.grad for a, b in zip(model.parameters(), alone.parameters(), strict=True) if not a.is_meta]
-        if not all(torch.allclose(*pair) for pair in zip(own, wanted, strict=True)):
-            wrong.append(name)
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert ours.is_meta or torch.allclose(ours.grad, theirs.grad), name
 
-    same("first")
+    check("first")
     recorded = model.calls
-    same("again")
-    if model.calls != recorded:
-        wrong.append("recorded again")
+    check("again")
+    assert model.calls == recorded, "recorded again"
     for name, value in (("scale", 0.5), ("squared", True)):
         setattr(model, name, value)
         setattr(alone, name, value)
-        same(name)
+        check(name)
     hooks = [one.register_forward_hook(lambda module, args, out: {"loss": out["loss"] * 3}) for one in (model, alone)]
-    same("hook")
+    check("hook")
     for hook in hooks:
         hook.remove()
-    same("hook removed")
+    check("hook removed")
     for one in (model, alone):
         one.double()
     inputs["x"] = inputs["x"].double()
-    same("dtype")
+    check("dtype")
     other = copy.deepcopy(model)
-    same("copy", other, autoshard.schedule(other))
+    check("copy", other, autoshard.schedule(other))
     norms = [float(autoshard.clip_grad_norm_(one.parameters(), 1.0)) for one in (other, alone)]
-    if abs(norms[0] - norms[1]) > 1e-6:
-        wrong.append("norm of the copy")
+    assert norms[0] == pytest.approx(norms[1], abs=1e-6)
     autoshard.remove(other)
-    same("after the copy is gone")
+    check("after the copy is gone")
     model.first.more = torch.nn.Parameter(torch.ones(()))
-    try:
+    with pytest.raises(ApplyError, match=r"first\.more was added after autoshard\.apply"):
         runner.step(**inputs)
-    except ApplyError as error:
-        if "first.more was added after autoshard.apply" not in str(error):
-            wrong.append(str(error))
-    else:
-        wrong.append("added")
-    return wrong
 
 
-def test_changes_between_steps_count():
-    assert run_ranks(changes, 2) == [[], []]
-
-
-def refused():
+def refusals():
     """What is refused, with a message, on every rank alike; gradients and parameters stay as they were."""
     torch.manual_seed(0)
     model, stages, inputs = tied()
-    said = {}
     plan = plan_of(model, stages, 2, inputs, parts=4)
     autoshard.apply(model, plan)
-    rank = torch.distributed.get_rank()
     target = torch.randint(0, 11, (8, 5))
     runner = autoshard.schedule(model, token_loss)
     runner.step(**inputs, target=target)
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-
-    def attempt(name, do):
-        try:
-            do()
-            said[name] = ""
-        except Exception as error:
-            said[name] = f"{type(error).__name__}: {error}"
-
-    attempt("few rows", lambda: runner.step(ids=inputs["ids"][:3], target=target[:3]))
-    attempt("unequal", lambda: runner.step(ids=inputs["ids"][:6], target=target[:6]))
-    attempt("no loss", lambda: autoshard.schedule(model).step(**inputs))
+    with pytest.raises(PlanError, match="3 rows"):
+        runner.step(ids=inputs["ids"][:3], target=target[:3])
+    with pytest.raises(PlanError, match="6 rows can't be divided into 4 equal parts"):
+        runner.step(ids=inputs["ids"][:6], target=target[:6])
+    with pytest.raises(autoshard.AutoshardError, match="pass a function"):
+        autoshard.schedule(model).step(**inputs)
     summed = autoshard.schedule(model, lambda output, target: token_loss(output, target) ** 2)
-    attempt("not a mean", lambda: summed.step(**inputs, target=target))
-    after = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    said["gradients"] = "" if all(torch.equal(before[n], after[n]) for n in before) else "changed"
+    with pytest.raises(autoshard.AutoshardError, match="does not reduce so"):
+        summed.step(**inputs, target=target)
+    assert all(torch.equal(before[n], p.grad) for n, p in model.named_parameters() if n in before)
     autoshard.remove(model)
-    attempt("removed", lambda: runner.step(**inputs, target=target))
-    attempt(
-        "stages", lambda: autoshard.apply(model, plan_of(model, [["embed", "first", "second", "head"], []], 2, inputs))
-    )
-    attempt(
-        "ranks", lambda: autoshard.apply(model, plan_of(model, [["embed"], ["first"], ["second", "head"]], 3, inputs))
-    )
+    with pytest.raises(autoshard.AutoshardError, match="no longer applied"):
+        runner.step(**inputs, target=target)
+    for stages, count, words in (
+        ([["embed", "first", "second", "head"], []], 2, "has no parameters"),
+        ([["embed"], ["first"], ["second", "head"]], 3, "for 3 devices, and 2 processes run"),
+    ):
+        with pytest.raises(autoshard.AutoshardError, match=words):
+            autoshard.apply(model, plan_of(model, stages, count, inputs))
     halves = dataclasses.replace(plan, mesh=Mesh(fsdp=2, pp=2), devices=plan.devices * 2)
-    attempt("sharded", lambda: check_stages(halves, named_tensors(model)))
-    said["rank"] = rank
-    said["unknown"] = unknown_output()
-    return said
+    with pytest.raises(autoshard.AutoshardError, match="shard them over replicas, too"):
+        check_stages(halves, named_tensors(model))
 
 
 def unknown_output():
     """What an output raises that only the rank of the last stage has, and that the plan doesn't know."""
+    torch.manual_seed(0)
     model, stages, inputs = shared()
     plan = plan_of(model, [stages[0] + stages[1], stages[2] + stages[3]], 2, inputs, parts=4)
     known = tuple(one for one in plan.batch.outputs if one.path == "loss")
     autoshard.apply(model, dataclasses.replace(plan, batch=dataclasses.replace(plan.batch, outputs=known)))
-    try:
+    with pytest.raises(autoshard.AutoshardError, match="the output x was not there at planning"):
         autoshard.schedule(model).step(**inputs)
-    except autoshard.AutoshardError as error:
-        return str(error) if all(p.grad is None for p in model.parameters()) else "gradients"
-    return ""
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_is_refused_is_refused_by_all():
-    for said in run_ranks(refused, 2):
-        assert "PlanError" in said["few rows"] and "3 rows" in said["few rows"]
-        assert "6 rows can't be divided into 4 equal parts" in said["unequal"]
-        assert "pass a function" in said["no loss"]
-        assert "does not reduce so" in said["not a mean"]
-        assert said["gradients"] == ""
-        assert "no longer applied" in said["removed"]
-        assert "has no parameters" in said["stages"]
-        assert "for 3 devices, and 2 processes run" in said["ranks"]
-        assert "shard them over replicas, too" in said["sharded"]
-        assert "the output x was not there at planning" in said["unknown"]
+CASES = (("tied", tied, token_loss), ("decoder", partial(decoder, 2, 2), None))
+
+
+def test_two_ranks(tmp_path):
+    """Three steps with clipping, which are saved; and what goes wrong, and is refused by all."""
+    jobs = {one.__name__: (one,) for one in (scaled_apart, changes, refusals, unknown_output, other_ways)}
+    first, last = run_ranks(run_jobs, 2, jobs | {"trained": (train_and_save, str(tmp_path))})
+    for name, make, loss in CASES:
+        losses, norms, model = trained(make, False, loss=loss)
+        assert torch.allclose(torch.tensor(losses), torch.tensor(last["trained"][name][0]), rtol=1e-6), name
+        for rank in (first["trained"], last["trained"]):
+            assert torch.allclose(torch.tensor(norms), torch.tensor(rank[name][1]), rtol=1e-5), name
+            for key, value in model.state_dict().items():
+                assert torch.allclose(value, torch.from_numpy(rank[name][2][key]), atol=2e-4), (name, key)
+        assert files(tmp_path / name) == files(tmp_path / f"{name}-removed")

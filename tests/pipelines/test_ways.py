@@ -1,4 +1,7 @@
-"""Values that decide what runs: parts that go another way are recorded too, and what can't be known is an error."""
+"""Values that decide what runs: parts that go another way are recorded too, and what can't be known is an error.
+
+Processes run `other_ways` in `test_training.py`.
+"""
 
 import pytest
 import torch
@@ -12,7 +15,6 @@ from autoshard.pipelines.programs import write_readings
 from autoshard.pipelines.steps import find_steps
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import unlike
-from tests.ranks import run_ranks
 
 
 class Masked(nn.Module):
@@ -84,32 +86,23 @@ def squares(output):
     return output.square().mean()
 
 
-def on_two():
+def other_ways():
+    """On each of two ranks: parts go their own way, gradients are kept as they are; and what decides is refused."""
     model, inputs = masked()
     reference = model(**inputs)
     squares(reference).backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    model.zero_grad()
     for parameter in model.parameters():
         parameter.grad = None
     autoshard.apply(model, plan_of(model, [["first"], ["second", "third"]], 2, inputs, parts=4))
     output = autoshard.schedule(model, squares).step(**inputs)
     own = {name: parameter.grad for name, parameter in model.named_parameters() if not parameter.is_meta}
-    found = unlike("gradient", own.items(), [(name, wanted[name]) for name in own])
-    refused()
-    return found if output is None else found + unlike("output", [("", output)], [("", reference)])
-
-
-def refused():
-    """A forward that decides by what it computes is refused."""
+    assert not unlike("gradient", own.items(), [(name, wanted[name]) for name in own])
+    assert output is None or not unlike("output", [("", output)], [("", reference)])
     model, inputs = Decides(), {"x": torch.randn(4, 2, 4)}
     autoshard.apply(model, plan_of(model, [["first"], ["second"]], 2, inputs))
     with pytest.raises(PlanError, match="decides by values that it computes"):
         autoshard.schedule(model, squares).step(**inputs)
-
-
-def test_parts_go_their_own_way_and_gradients_are_kept_as_they_are():
-    assert run_ranks(on_two, 2) == [[], []]
 
 
 def test_what_is_the_same_in_every_run_is_not_read_again():

@@ -1,6 +1,7 @@
 """Small models with the cuts that planning would find in them, written by hand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -14,11 +15,23 @@ from autoshard.plan.sharding import Action, Cut, Scale, Shard, even_shares
 class Case:
     """A model, its inputs, its cuts for a number of ranks, and the collectives it needs: forward, with gradients."""
 
-    make: type
+    make: object
     inputs: tuple
     cuts: object
     forward: int
     both: int
+
+
+def enter(module, function="linear", argument="0.0"):
+    return Action(kind="enter", module=module, function=function, occurrence=0, argument=argument)
+
+
+def reduce(module, function="linear", occurrence=0, addend=""):
+    return Action(kind="reduce", module=module, function=function, occurrence=occurrence, addend=addend)
+
+
+def shard(name, dim, axis):
+    return Shard(name=name, dim=dim, axis=axis)
 
 
 def uneven_shares(size, ranks):
@@ -40,24 +53,20 @@ class Perceptron(nn.Module):
         return x
 
 
-def cut_perceptron(ranks, divide=even_shares):
-    return (
-        Cut(
-            blocks=("blocks.0", "blocks.1"),
-            size=24,
-            shares=divide(24, ranks),
-            shards=(
-                Shard(name="up.weight", dim=0, axis="*24"),
-                Shard(name="up.bias", dim=0, axis="*24"),
-                Shard(name="down.weight", dim=1, axis="*24"),
-            ),
-            actions=(
-                Action(kind="enter", module="up", function="linear", occurrence=0, argument="0.0"),
-                Action(kind="reduce", module="down", function="linear", occurrence=0, addend="0.2"),
-            ),
-            title="hidden units",
-        ),
+def columns(size, ranks, blocks=("",), *, up="up", down="down", divide=even_shares):
+    """The cut of two layers over the units between them."""
+    axis = f"*{size}"
+    return Cut(
+        blocks=blocks,
+        size=size,
+        shares=divide(size, ranks),
+        shards=(shard(f"{up}.weight", 0, axis), shard(f"{up}.bias", 0, axis), shard(f"{down}.weight", 1, axis)),
+        actions=(enter(up), reduce(down, addend="0.2")),
     )
+
+
+def cut_perceptron(ranks, divide=even_shares):
+    return (columns(24, ranks, ("blocks.0", "blocks.1"), divide=divide),)
 
 
 class Attention(nn.Module):
@@ -109,16 +118,16 @@ def cut_decoder(ranks, divide=even_shares):
             size=6,
             shares=shares,
             shards=(
-                Shard(name="q.weight", dim=0, axis="*6x8"),
-                Shard(name="k.weight", dim=0, axis="*6x4"),
-                Shard(name="v.weight", dim=0, axis="*6x4"),
-                Shard(name="v.bias", dim=0, axis="*6x4"),
-                Shard(name="o.weight", dim=1, axis="*6x8"),
+                shard("q.weight", 0, "*6x8"),
+                shard("k.weight", 0, "*6x4"),
+                shard("v.weight", 0, "*6x4"),
+                shard("v.bias", 0, "*6x4"),
+                shard("o.weight", 1, "*6x8"),
             ),
             actions=(
-                *(Action(kind="enter", module=name, function="linear", occurrence=0, argument="0.0") for name in "qkv"),
+                *(enter(name) for name in "qkv"),
                 Action(kind="slice", module="", argument="0.1", dim=0, axis="*6x2"),
-                Action(kind="reduce", module="o", function="linear", occurrence=0),
+                reduce("o"),
                 Action(kind="gather", module="", argument="1", dim=1, axis="*6x2"),
             ),
             scales=(
@@ -133,61 +142,31 @@ def cut_decoder(ranks, divide=even_shares):
 class Words(nn.Module):
     """A table that is looked up and, tied, multiplied with; `padding_idx` is never learned from the lookup."""
 
-    def __init__(self):
+    def __init__(self, words=25):
         super().__init__()
-        self.embed = nn.Embedding(25, 8, padding_idx=3)
-        self.head = nn.Linear(8, 25, bias=False)
+        self.embed = nn.Embedding(words, 8, padding_idx=3)
+        self.head = nn.Linear(8, words, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids):
         return self.head(self.embed(ids).tanh())
 
 
-def cut_words(ranks, divide=even_shares):
+def cut_words(ranks, divide=even_shares, words=25):
+    axis = f"*{words}"
     return (
         Cut(
             blocks=("",),
-            size=25,
-            shares=divide(25, ranks),
-            shards=(
-                Shard(name="embed.weight", dim=0, axis="*25"),
-                Shard(name="head.weight", dim=0, axis="*25"),
-            ),
+            size=words,
+            shares=divide(words, ranks),
+            shards=(shard("embed.weight", 0, axis), shard("head.weight", 0, axis)),
             actions=(
-                Action(kind="lookup", module="embed", function="embedding", occurrence=0, axis="*25"),
-                Action(kind="enter", module="head", function="linear", occurrence=0, argument="0.0"),
-                Action(kind="gather", module="head", function="linear", occurrence=0, dim=-1, axis="*25"),
+                Action(kind="lookup", module="embed", function="embedding", occurrence=0, axis=axis),
+                enter("head"),
+                Action(kind="gather", module="head", function="linear", occurrence=0, dim=-1, axis=axis),
             ),
         ),
     )
-
-
-class EvenWords(Words):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(24, 8, padding_idx=3)
-        self.head = nn.Linear(8, 24, bias=False)
-        self.head.weight = self.embed.weight
-
-
-def cut_even_words(ranks, divide=even_shares):
-    (cut,) = cut_words(ranks, divide)
-    actions = (*cut.actions[:1], cut.actions[1], cut.actions[2])
-    return (
-        Cut(
-            blocks=cut.blocks,
-            size=24,
-            shares=divide(24, ranks),
-            shards=tuple(Shard(name=shard.name, dim=0, axis="*24") for shard in cut.shards),
-            actions=tuple(
-                Action(
-                    kind=action.kind, module=action.module, function=action.function, occurrence=action.occurrence,
-                    argument=action.argument, dim=action.dim, axis=action.axis and "*24",
-                )
-                for action in actions
-            ),
-        ),
-    )  # fmt: skip
 
 
 class Fused(nn.Module):
@@ -225,18 +204,18 @@ def cut_fused(ranks, divide=even_shares):
             size=6,
             shares=shares,
             shards=(
-                Shard(name="first.w", dim=1, axis="(*6x4|*6x4|*6x4)"),
-                Shard(name="first.b", dim=0, axis="(*6x4|*6x4|*6x4)"),
-                Shard(name="out.w", dim=0, axis="*6x4"),
-                Shard(name="second.weight", dim=0, axis="(*6x4|4|4)"),
-                Shard(name="second.bias", dim=0, axis="(*6x4|4|4)"),
-                Shard(name="back.weight", dim=1, axis="*6x4"),
+                shard("first.w", 1, "(*6x4|*6x4|*6x4)"),
+                shard("first.b", 0, "(*6x4|*6x4|*6x4)"),
+                shard("out.w", 0, "*6x4"),
+                shard("second.weight", 0, "(*6x4|4|4)"),
+                shard("second.bias", 0, "(*6x4|4|4)"),
+                shard("back.weight", 1, "*6x4"),
             ),
             actions=(
-                Action(kind="enter", module="", function="addmm", occurrence=0, argument="0.1"),
-                Action(kind="reduce", module="", function="addmm", occurrence=1, addend="0.0"),
-                Action(kind="enter", module="second", function="linear", occurrence=0, argument="0.0"),
-                Action(kind="reduce", module="back", function="linear", occurrence=0, addend="0.2"),
+                enter("", "addmm", "0.1"),
+                reduce("", "addmm", 1, addend="0.0"),
+                enter("second"),
+                reduce("back", addend="0.2"),
             ),
             scales=(Scale(module="", attribute="heads", value=6, local=shares),),
         ),
@@ -264,16 +243,12 @@ def cut_means(ranks, divide=even_shares):
             blocks=("",),
             size=12,
             shares=divide(12, ranks),
-            shards=(
-                Shard(name="up.weight", dim=0, axis="*12"),
-                Shard(name="up.bias", dim=0, axis="*12"),
-                Shard(name="down.weight", dim=1, axis="*12"),
-            ),
+            shards=(shard("up.weight", 0, "*12"), shard("up.bias", 0, "*12"), shard("down.weight", 1, "*12")),
             actions=(
-                Action(kind="enter", module="up", function="conv1d", occurrence=0, argument="0.0"),
+                enter("up", "conv1d"),
                 Action(kind="mean", module="", function="mean", occurrence=0, gathered=True),
-                Action(kind="reduce", module="", function="einsum", occurrence=0),
-                Action(kind="reduce", module="down", function="conv1d", occurrence=0, addend="0.2"),
+                reduce("", "einsum"),
+                reduce("down", "conv1d", addend="0.2"),
             ),
         ),
     )
@@ -292,20 +267,9 @@ class Dropped(nn.Module):
 
 
 def cut_dropped(ranks, divide=even_shares):
-    (cut,) = cut_perceptron(ranks, divide)
-    return (
-        Cut(
-            blocks=("",),
-            size=24,
-            shares=cut.shares,
-            shards=cut.shards,
-            actions=(
-                *cut.actions,
-                Action(kind="dropout", module="", function="dropout", occurrence=0, argument="0.0", dim=2, axis="*24"),
-            ),
-            training=True,
-        ),
-    )
+    cut = columns(24, ranks, divide=divide)
+    dropout = Action(kind="dropout", module="", function="dropout", occurrence=0, argument="0.0", dim=2, axis="*24")
+    return (replace(cut, actions=(*cut.actions, dropout), training=True),)
 
 
 def batch(*shape):
@@ -330,14 +294,14 @@ def decoder_cuts(layers):
         size=2,
         shares=(1, 1),
         shards=(
-            Shard(name="self_attn.q_proj.weight", dim=0, axis="*2x16"),
-            Shard(name="self_attn.k_proj.weight", dim=0, axis="*2x8"),
-            Shard(name="self_attn.v_proj.weight", dim=0, axis="*2x8"),
-            Shard(name="self_attn.o_proj.weight", dim=1, axis="*2x16"),
+            shard("self_attn.q_proj.weight", 0, "*2x16"),
+            shard("self_attn.k_proj.weight", 0, "*2x8"),
+            shard("self_attn.v_proj.weight", 0, "*2x8"),
+            shard("self_attn.o_proj.weight", 1, "*2x16"),
         ),
         actions=(
             *(Action(kind="enter", module=f"self_attn.{x}_proj", argument="0.0") for x in "qkv"),
-            Action(kind="reduce", module="self_attn.o_proj", function="linear", occurrence=0),
+            reduce("self_attn.o_proj"),
         ),
     )
     units = Cut(
@@ -345,14 +309,13 @@ def decoder_cuts(layers):
         size=48,
         shares=(24, 24),
         shards=(
-            Shard(name="mlp.gate_proj.weight", dim=0, axis="*48"),
-            Shard(name="mlp.up_proj.weight", dim=0, axis="*48"),
-            Shard(name="mlp.down_proj.weight", dim=1, axis="*48"),
+            shard("mlp.gate_proj.weight", 0, "*48"),
+            shard("mlp.up_proj.weight", 0, "*48"),
+            shard("mlp.down_proj.weight", 1, "*48"),
         ),
         actions=(
-            Action(kind="enter", module="mlp.gate_proj", argument="0.0"),
-            Action(kind="enter", module="mlp.up_proj", argument="0.0"),
-            Action(kind="reduce", module="mlp.down_proj", function="linear", occurrence=0),
+            *(Action(kind="enter", module=f"mlp.{x}_proj", argument="0.0") for x in ("gate", "up")),
+            reduce("mlp.down_proj"),
         ),
     )
     return heads, units
@@ -364,7 +327,9 @@ CASES = {
     # per layer: o and the maps; back: one for q, k and v, one for the bias; and the two summed norms
     "attention": Case(Decoder, (batch(2, 5, 8),), cut_decoder, 4, 10),
     "words": Case(Words, (torch.tensor([[1, 3, 24, 7], [0, 3, 12, 13]]),), cut_words, 2, 3),
-    "even words": Case(EvenWords, (torch.tensor([[1, 3, 23, 7], [0, 3, 12, 13]]),), cut_even_words, 2, 3),
+    "even words": Case(
+        partial(Words, 24), (torch.tensor([[1, 3, 23, 7], [0, 3, 12, 13]]),), partial(cut_words, words=24), 2, 3
+    ),
     # back: two tensors enter, and the rows of k and v that every rank keeps (weight and bias) are summed
     "fused": Case(Fused, (batch(2, 5, 8),), cut_fused, 2, 6),
     "means": Case(Means, (batch(2, 4, 5),), cut_means, 3, 4),

@@ -1,4 +1,4 @@
-"""Pipeline plans made by hand, and a small language model for them."""
+"""Plans made by hand that divide a batch in one process, into micro-batches or over replicas, and a model for them."""
 
 from dataclasses import replace
 
@@ -19,13 +19,13 @@ LABELLED = BatchAxis(
     ),
     whole=("positions",),
 )
+ROWS = BatchAxis(
+    size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=(BatchOutput(path="", how="cat", axis="*8"),)
+)
 
 
 class Words(nn.Module):
-    """Residual blocks between an embedding and a head of the same weight; its loss skips labels of -100.
-
-    `cache`: any object; it is counted how often the forward was given one. `runs` counts calls of the first block.
-    """
+    """Residual blocks between an embedding and a head of the same weight; its loss skips labels of -100."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -65,6 +65,12 @@ def sentences(rows: int = 8, length: int = 6) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": labels}
 
 
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    """Equal to the rounding of float64, told from the largest value."""
+    found, wanted = found.detach().cpu(), wanted.detach()
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12 * float(wanted.abs().max()))
+
+
 def pipeline(
     model: nn.Module,
     inputs: dict[str, torch.Tensor],
@@ -78,14 +84,8 @@ def pipeline(
 ) -> Plan:
     """A plan over simulated devices "cpu:0" and so on, the children of the lists in the model dealt out in order."""
     workload = workload or autoshard.Workload(mode="training", batch_size=8)
-    shapes = tuple((name, tensor.shape) for name, tensor in inputs.items())
-    key = (
-        type(model),
-        shapes,
-        workload,
-        devices,
-        tuple((name, tensor.dtype) for name, tensor in model.named_parameters()),
-    )
+    shapes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in (*inputs.items(), *model.named_parameters()))
+    key = type(model), shapes, workload, devices
     if key not in _PLANNED:
         _PLANNED[key] = _dealt_out(model, inputs, workload, devices)
     plan = _PLANNED[key]
@@ -101,6 +101,18 @@ def pipeline(
         num_microbatches=count,
         schedule=schedule,
     )
+
+
+def replicas(
+    model: nn.Module, inputs: dict[str, torch.Tensor], batch: BatchAxis = LABELLED, *, shares: tuple[int, ...] = ()
+) -> Plan:
+    """A plan that divides the batch over replicas on simulated devices, three if there are no `shares`."""
+    count = len(shares) or 3
+    plan = pipeline(model, inputs, batch, devices=count)
+    return replace(
+        plan, strategy="data-parallel", mesh=Mesh(dp=count, shares=shares), stages=(), num_microbatches=1,
+        schedule="none", placements={"": plan.devices[0].name}, aligned=(), written_back=(),
+    )  # fmt: skip
 
 
 _PLANNED: dict[tuple, Plan] = {}  # planning takes longer than most tests that need it

@@ -1,8 +1,9 @@
 """Context parallelism: ranks divide the tokens, attention meets those of all ranks, and every number is as before."""
 
+import functools
+
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import autoshard
@@ -11,8 +12,8 @@ from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.search.traced import trace
-from tests.ranks import run_ranks
-from tests.runtime.test_launched import largest_error, train
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime import test_launched as launched
 from tests.torch_releases import sharded_replicas
 
 WIDTH, WORDS, SAMPLES, TOKENS = 16, 24, 4, 8
@@ -80,99 +81,76 @@ class Folded(Block):
 
 
 class Net(nn.Module):
-    masked = False
-
-    def __init__(self, kind):
+    def __init__(self, kind, near=0):
         super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(kind() for _ in range(3))
+        self.embed, self.head, self.near = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), near
+        self.layers = nn.ModuleList(kind() for _ in range(2))
 
     def forward(self, ids, labels=None):
-        x = self.embed(ids)
-        turn = torch.arange(ids.shape[1]).cos().view(1, 1, -1, 1)
-        near = torch.arange(ids.shape[1])
-        mask = (near <= near[:, None]) & (near > near[:, None] - 3) if self.masked else None
+        x, at = self.embed(ids), torch.arange(ids.shape[1])
+        turn = at.cos().view(1, 1, -1, 1)
+        mask = (at <= at[:, None]) & (at > at[:, None] - self.near) if self.near else None
         for layer in self.layers:
             x = layer(x, turn, mask)
         logits = self.head(x)
         return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Masked(Net):
-    """Attention to the last three tokens."""
-
-    masked = True
-
-
-def made(name):
+def made(kind, near=0):
     torch.manual_seed(0)
-    kinds = {kind.__name__: kind for kind in (Block, Scaled, Counted, Numbered, Mixing, Folded)}
-    return Masked(Block) if name == "Masked" else Net(kinds[name])
+    return Net(kind, near)
 
 
-def samples():
-    return torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
-
-
+MAKES = {
+    "plain": functools.partial(made, Block),
+    "masked": functools.partial(made, Block, 3),  # attention to the last three tokens
+    "mixing": functools.partial(made, Mixing),
+}
+IDS = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
+INPUTS = {"ids": IDS, "labels": IDS}
 WORK = Workload(mode="training", batch_size=SAMPLES)
 
 
-def plan_of(name, mesh, devices, **wishes):
-    ids = samples()
-    plan = autoshard.plan(
-        made(name), {f"cpu:{index}": "8GiB" for index in range(devices)}, inputs={"ids": ids, "labels": ids},
-        launch="processes", mesh=mesh, workload=WORK, precision="full", **wishes,
-    )  # fmt: skip
-    return plan.to_json()
+def plan_of(make, mesh, devices, **wishes):
+    return autoshard.plan(
+        make(), launched.devices_of(devices), inputs=INPUTS, launch="processes", mesh=mesh, workload=WORK,
+        precision="full", **wishes,
+    ).to_json()  # fmt: skip
 
 
-def trained(name, text, degree):
-    """How far three steps are from those of one process that has all samples, and how long a block's input is."""
-    ids, model, seen = samples(), made(name), []
-    expected = train(made(name), ids)
-    autoshard.apply(model, Plan.from_json(text), inputs={"ids": ids, "labels": ids})
-    model.layers[1].up.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[1]))
-    number, replicas = dist.get_rank() // degree, dist.get_world_size() // degree
-    losses, norms, gradients, values = train(model, ids.chunk(replicas)[number])
-    total = torch.tensor(losses)
-    dist.all_reduce(total)
-    same = torch.allclose(total / dist.get_world_size(), torch.tensor(expected[0]), atol=1e-6)
-    same = same and torch.allclose(torch.tensor(norms), torch.tensor(expected[1]), rtol=1e-5)
-    state = model.state_dict()
-    autoshard.remove(model)
-    same = same and all(torch.equal(one, state[key]) for key, one in model.state_dict().items())
-    return same, max(largest_error(gradients, expected[2]), largest_error(values, expected[3])), set(seen)
+CASES = {  # the ranks that found where to divide by themselves have the first
+    2: [("plain", "cp=2", "none"), ("masked", "cp=2", "full"), ("mixing", "cp=2", "none")],
+    4: [("plain", "dp=2,cp=2", "none"), ("masked", "fsdp=2,cp=2", "full"), ("plain", "cp=4", "none")],
+}
 
 
 @sharded_replicas
-@pytest.mark.parametrize(
-    ("name", "mesh", "ranks", "degree"),
-    [
-        ("Block", "cp=2", 2, 2),
-        ("Masked", "cp=2", 2, 2),
-        ("Mixing", "cp=2", 2, 2),
-        ("Block", "dp=2,cp=2", 4, 2),
-        ("Masked", "fsdp=2,cp=2", 4, 2),
-        ("Block", "cp=4", 4, 4),
-    ],
-)
-def test_parts_of_sequences_train_as_on_one_process(name, mesh, ranks, degree):
-    text = plan_of(name, mesh, ranks, recompute="full" if name == "Masked" else "none")
-    for same, error, tokens in run_ranks(trained, ranks, name, text, degree):
-        assert same and error < 1e-4 and tokens == {TOKENS // degree}
+@pytest.mark.parametrize("ranks", CASES)
+def test_parts_of_sequences_train_as_on_one_process(ranks):
+    jobs = {}
+    for number, (name, mesh, recompute) in enumerate(CASES[ranks]):
+        text, plan = plan_of(MAKES[name], mesh, ranks, recompute=recompute), None
+        if number or ranks > 2:
+            plan = launched.completed(text, MAKES[name](), INPUTS)
+        degree = Plan.from_json(text).mesh.cp
+        jobs[mesh, name] = launched.trained, MAKES[name], plan or text, IDS, degree, "layers.1.up"
+    for results in run_ranks(run_jobs, ranks, jobs):
+        for name, found in results.items():
+            assert found["losses"] < 1e-5 and found["norms"] < 1e-5, (name, found)
+            assert found["gradients"] < 1e-4 and found["values"] < 1e-4, (name, found)
+            assert found["lengths"] == {TOKENS // jobs[name][4]}, name
 
 
-WHYS = {"Scaled": "div", "Counted": "arange", "Numbered": "can't run", "Folded": "does not work on each token"}
+WHYS = {Scaled: "div", Counted: "arange", Numbered: "can't run", Folded: "does not work on each token"}
 
 
-@pytest.mark.parametrize(("name", "why"), WHYS.items())
-def test_what_depends_on_the_number_of_tokens_is_refused(name, why):
-    ids = samples()
-    with pytest.raises(PlanError, match=why):
-        traced = trace(made(name), {"ids": ids, "labels": ids}, WORK)
+@pytest.mark.parametrize("kind", WHYS, ids=lambda kind: kind.__name__)
+def test_what_depends_on_the_number_of_tokens_is_refused(kind):
+    with pytest.raises(PlanError, match=WHYS[kind]):
+        traced = trace(made(kind), INPUTS, WORK)
         find_context(traced.model, traced.graph, traced.inputs, WORK, 2)
 
 
 def test_other_dimensions_are_refused():
     with pytest.raises(PlanError, match="sequences are divided in training, with dp and fsdp"):
-        autoshard.apply(made("Block"), Plan.from_json(plan_of("Block", "tp=2,cp=2", 4)))
+        autoshard.apply(made(Block), Plan.from_json(plan_of(MAKES["plain"], "tp=2,cp=2", 4)))

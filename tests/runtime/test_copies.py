@@ -2,6 +2,7 @@
 
 import weakref
 from collections import OrderedDict, namedtuple
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,7 +46,16 @@ def test_copied_once_and_gone_with_its_source(devices):
     assert gone() is None and devices.memory(ONE)[0] == 0
 
 
-@pytest.mark.parametrize("write", [lambda t: t.add_(1), lambda t: t[0].zero_(), lambda t: t.view(-1).detach().mul_(2)])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda t: t.add_(1),
+        lambda t: t[0].zero_(),
+        lambda t: t.view(-1).detach().mul_(2),
+        lambda t: setattr(t, "data", torch.zeros(8, 8, device="cpu:0")),
+    ],
+    ids=["counted", "part", "detached", "exchanged memory"],
+)
 def test_written_sources_are_copied_again(devices, write):
     copies, one = memo(), torch.device(ONE)
     for tensor in (torch.ones(8, 8, device="cpu:0"), nn.Parameter(torch.ones(8, 8, device="cpu:0"))):
@@ -54,15 +64,6 @@ def test_written_sources_are_copied_again(devices, write):
             write(tensor)
             after = copies.get(tensor, one)
         assert after is not before and torch.equal(after.cpu(), tensor.cpu())
-
-
-def test_exchanged_memory_is_noticed(devices):
-    copies, one = memo(), torch.device(ONE)
-    weight = nn.Parameter(torch.ones(4, device="cpu:0"))
-    with torch.no_grad():
-        copies.get(weight, one)
-        weight.data = torch.zeros(4, device="cpu:0")
-        assert torch.equal(copies.get(weight, one).cpu(), torch.zeros(4))
 
 
 def test_weights_last_and_inputs_do_not(devices):
@@ -87,15 +88,15 @@ def test_weights_last_and_inputs_do_not(devices):
 def test_copies_with_history_end_with_the_forward(devices):
     copies, one = memo(), torch.device(ONE)
     weight = nn.Parameter(torch.ones(4, device="cpu:0"))
-    copy, other = copies.get(weight, one), copies.get(weight, one)
-    assert copy is other and copy.grad_fn is not None
-    del other
+    copy = copies.get(weight, one)
+    assert copy is copies.get(weight, one) and copy.grad_fn is not None
     copies.end()
     gone = weakref.ref(copy)
     del copy
     assert gone() is None
-    with torch.no_grad():
-        assert copies.get(weight, one).grad_fn is None
+    with torch.no_grad():  # torch's matmul folds by what requires a gradient, also without gradients
+        assert copies.get(weight, one).grad_fn is None and copies.get(weight, one).requires_grad
+        assert not copies.get(torch.ones(4), one).requires_grad
 
 
 def test_nothing_made_in_inference_mode_is_trusted(devices):
@@ -107,14 +108,6 @@ def test_nothing_made_in_inference_mode_is_trusted(devices):
         assert copies.get(source, one).cpu().tolist() == [2] * 4
         weight = nn.Parameter(torch.ones(4))
     assert not first.is_inference() and not copies.get(weight, one).is_inference()
-
-
-def test_copies_of_weights_say_that_they_require_grad(devices):
-    """torch's matmul folds by it, also without gradients."""
-    copies = memo()
-    with torch.no_grad():
-        assert copies.get(nn.Parameter(torch.ones(4)), torch.device(ONE)).requires_grad
-        assert not copies.get(torch.ones(4), torch.device(ONE)).requires_grad
 
 
 def test_expanded_tensors_are_copied_once_per_element(devices):
@@ -188,57 +181,50 @@ def test_arguments(devices):
     assert model(x).device == torch.device("cpu") and model(here).device == torch.device(ONE)
 
 
+class Glue(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.depth = nn.Linear(D, D), nn.Linear(D, D), []
+
+    def forward(self, x):
+        self.depth.append(torch._C._len_torch_function_stack())
+        return self.a(x) + self.b(x)
+
+
 def test_planned_models_are_watched_only_where_the_plan_says(devices):
     """No aligned modules: no watcher, and a raw mix of devices in glue is torch's own error."""
-
-    class Glue(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-            self.depth = []
-
-        def forward(self, x):
-            self.depth.append(torch._C._len_torch_function_stack())
-            return self.a(x) + self.b(x)
-
     model, x = Glue(), torch.ones(2, D)
     expected = model(x)
     plan = Plan.from_device_map({"a": "cpu:0", "b": "cpu:1"})
     apply_plan(model, plan)
     with pytest.raises(RuntimeError, match="same device"):
         model(x)
-    aligned = Plan(**{**{f: getattr(plan, f) for f in Plan.__slots__}, "aligned": ("",)})
-    apply_plan(model, aligned)
+    apply_plan(model, replace(plan, aligned=("",)))
     assert torch.equal(model(x), expected)
     assert model.depth == [0, 0, 1] and torch._C._len_torch_function_stack() == 0
-    remove(model)
+
+
+class Joins(Glue):
+    class Join(nn.Linear):
+        def forward(self, parts):
+            return super().forward(torch.cat(parts, -1))
+
+    def __init__(self):
+        super().__init__()
+        self.join = self.Join(2 * D, D)
+
+    def forward(self, x):
+        return self.join([self.a(x), self.b(x)])
 
 
 def test_lists_of_foreign_tensors_start_a_watch(devices):
-    class Joins(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lin = nn.Linear(2 * D, D)
-
-        def forward(self, parts):
-            return self.lin(torch.cat(parts, -1))
-
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.join = nn.Linear(D, D), nn.Linear(D, D), Joins()
-
-        def forward(self, x):
-            return self.join([self.a(x), self.b(x)])
-
-    model, x = Outer(), torch.ones(2, D)
+    model, x = Joins(), torch.ones(2, D)
     expected = model(x)
     apply_plan(model, Plan.from_device_map({"a": "cpu:0", "b": "cpu:1", "join": "cpu:2"}))
     for _ in range(2):
         assert torch.equal(model(x), expected)
         assert torch._C._len_torch_function_stack() == 0
-    remove(model)
-    assert not is_hooked(model)
+    assert not is_hooked(remove(model))
 
 
 def test_devices_that_are_not_here():

@@ -1,52 +1,46 @@
-"""Cut models on several processes. Starting processes takes a while, so each start runs several checks."""
+"""Cut models on several processes. Starting processes takes a while, so each start runs many checks."""
 
 import copy
-import os
-import time
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoshard.errors import ApplyError, PlanError, RankError
-from autoshard.plan.sharding import Action
+from autoshard.common.fingerprint import fingerprint
+from autoshard.errors import PlanError, RankError
+from autoshard.runtime import apply_plan
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.slices import join
 from tests.conformance.rank_checks import ADD, GATHER
-from tests.ranks import run_ranks
-from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, check_checkpoint, loss_of, make
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, loss_of, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
+from tests.runtime.test_cuts_local import plan_of
+from tests.runtime.test_results import check_asked
 from tests.torch_releases import compiled_hooks
 
 
 def generating():
-    """Two all-reduces per layer and forward, and the same tokens on all ranks, sampled ones too."""
-    model, counter = make_decoder(), Counter()
+    """The same tokens on all ranks, of beams and sampled ones too."""
+    model = make_decoder()
     ids = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(1))
-    common = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
-    ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}]
+    ways = [{"num_beams": 3}, {"do_sample": True}]
 
     def generate():
         made = []
         for way in ways:
             torch.manual_seed(3)
-            made.append(model.generate(ids, **{**common, **way}))
+            made.append(model.generate(ids, **{"max_new_tokens": 6, "do_sample": False, "disable_compile": True} | way))
         return made
 
     expected = generate()
     apply_cuts(model, decoder_cuts(("model.layers.0", "model.layers.1")), ProcessRanks.of())
-    with torch.no_grad():
-        model(ids)
-    assert counter.count == 4
     for way, found, wanted in zip(ways, generate(), expected, strict=True):
         assert torch.equal(found, wanted), way
-
-
-def test_generates_the_same_tokens():
-    run_ranks(generating, 2)
 
 
 class Counter:
@@ -65,26 +59,13 @@ class Counter:
         return counted
 
 
-def all_cases():
+def equal(names, uneven=()):
+    """Results of the original, with as many collectives as expected."""
     counter = Counter()
-    for name in CASES:
+    for name in names:
         check_case(name, ProcessRanks.of(), lambda: counter.count)
-    for name in ("perceptron", "attention", "words", "fused", "means"):
+    for name in uneven:
         check_case(name, ProcessRanks.of(), lambda: counter.count, uneven_shares)
-    check_checkpoint(ProcessRanks.of())
-
-
-def test_equal_to_the_original():
-    run_ranks(all_cases, 2)
-
-
-def on_three():
-    check_case("attention", ProcessRanks.of())
-    check_case("words", ProcessRanks.of(), divide=uneven_shares)
-
-
-def test_equal_to_the_original_on_three_ranks():
-    run_ranks(on_three, 3)
 
 
 def compiled():
@@ -134,81 +115,44 @@ def disagree(what):
     return None
 
 
-def disagreements(whats):
-    return {what: disagree(what) for what in whats}
-
-
-def test_ranks_that_do_not_agree():
-    results = run_ranks(disagreements, 3, ["weights", "model", "plan", "broken", "known"])
-    for rank, result in enumerate(results):
-        assert "ranks 1, 2 have other weights than rank 0" in result["weights"][1]
-        assert "rank 1 has another model than rank 0" in result["model"][1]
-        assert "rank 1 has another plan than rank 0" in result["plan"][1]
-        assert ("not here" if rank == 1 else "rank 1 can't take part: not here") == result["known"][1]
-        kind, text = result["broken"]
-        assert kind == ("PlanError" if rank == 1 else "RankError")
-        assert "nowhere" in text and (rank == 1 or text.startswith("rank 1 can't take part"))
-
-
 def other_degree():
     with pytest.raises(PlanError, match="over 4 ranks, and 2 run"):
         apply_cuts(make("perceptron"), CASES["perceptron"].cuts(4), ProcessRanks.of())
-    return failing_half_way()
 
 
 def failing_half_way():
     """A rank that runs out of memory while it cuts: every rank gives up, and the model is as it was."""
-    import autoshard.runtime.cuts as cuts
-
     model = make("attention")
     before = copy.deepcopy(model.state_dict())
-    if dist.get_rank() == 1:
-
-        def fail(*args):
-            raise torch.OutOfMemoryError("no room")
-
-        cuts._install = fail
+    fails = mock.patch("autoshard.runtime.cuts._install", side_effect=torch.OutOfMemoryError("no room"))
     with pytest.raises((RankError, torch.OutOfMemoryError), match="no room"):
+        if dist.get_rank() == 1:
+            fails.start()
         apply_cuts(model, CASES["attention"].cuts(2), ProcessRanks.of())
+    mock.patch.stopall()
     assert all(torch.equal(model.state_dict()[name], value) for name, value in before.items())
     assert model.config.heads == 12 and model.layers[0].config is model.config
-    return "as it was"
 
 
-def test_another_number_of_ranks_and_failures_half_way():
-    assert run_ranks(other_degree, 2) == ["as it was"] * 2
+def applied_again():
+    """As removing first; a plan that one rank refuses leaves all of them cut as they were."""
+    model, inputs = make("perceptron"), CASES["perceptron"].inputs
+    plan, expected = plan_of(2, fingerprint(model)), model(*inputs)
+    for _ in range(3):
+        apply_plan(model, plan)
+        torch.testing.assert_close(model(*inputs), expected)
+    other = replace(plan, fingerprint="0" * 64) if dist.get_rank() == 1 else plan
+    with pytest.raises((PlanError, RankError), match="made for another model"):
+        apply_plan(model, other)
+    torch.testing.assert_close(model(*inputs), expected)  # still cut, on both
+    again = make("perceptron") if dist.get_rank() == 1 else model
+    with pytest.raises(RankError, match="another"):
+        apply_plan(again, plan)  # the other rank removes first: no hang
+    assert cut_record(model) is not None
 
 
-def dying():
-    ranks = dist.get_world_size()
-    model = make("perceptron")
-    apply_cuts(model, CASES["perceptron"].cuts(ranks), ProcessRanks.of())
-    model(*CASES["perceptron"].inputs)
-    if dist.get_rank() == 1:
-        os._exit(1)
-    started = time.monotonic()
-    with pytest.raises(RankError, match=f"rank {dist.get_rank()} lost rank 1 in a collective: that process ended"):
-        for _ in range(3):
-            model(*CASES["perceptron"].inputs)
-    return time.monotonic() - started
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_a_rank_that_dies(count):
-    seconds = run_ranks(dying, count, may_die=True)
-    assert seconds.pop(1) is None and all(one < 30 for one in seconds)
-
-
-def odd_uses():
-    ranks = ProcessRanks.of()
-    exceptions_leave_no_mode(ranks)
-    copies(ranks)
-    unfrozen(ranks)
-    generators()
-
-
-def exceptions_leave_no_mode(ranks):
-    model = make("fused")
+def exceptions_leave_no_mode():
+    model, ranks = make("fused"), ProcessRanks.of()
     apply_cuts(model, CASES["fused"].cuts(2), ranks)
     for inputs in ((torch.ones(2, 5, 7),), (None,)):
         with pytest.raises((RuntimeError, AttributeError)):
@@ -216,11 +160,11 @@ def exceptions_leave_no_mode(ranks):
         assert torch._C._len_torch_function_stack() == 0
 
 
-def copies(ranks):
+def copies():
     """A deep copy of a cut model is one too, with hooks of its own."""
     case = CASES["attention"]
     original, model = make("attention"), make("attention")
-    apply_cuts(model, case.cuts(2), ranks)
+    apply_cuts(model, case.cuts(2), ProcessRanks.of())
     twin = copy.deepcopy(model)
     remove_cuts(model)
     loss_of(twin(*case.inputs)).backward()
@@ -232,11 +176,11 @@ def copies(ranks):
     assert twin.layers[0].config is not model.config
 
 
-def unfrozen(ranks):
+def unfrozen():
     """Parameters whose gradient is summed may be given one only later."""
     case = CASES["attention"]
     original, model = make("attention"), make("attention").requires_grad_(False)
-    apply_cuts(model, case.cuts(2), ranks)
+    apply_cuts(model, case.cuts(2), ProcessRanks.of())
     model.layers[1].norm.weight.requires_grad_()
     loss_of(model(*case.inputs)).backward()
     loss_of(original(*case.inputs)).backward()
@@ -256,45 +200,31 @@ def generators():
     assert torch.equal(*both)
 
 
-def test_odd_uses():
-    run_ranks(odd_uses, 2)
+TOGETHER = (
+    exceptions_leave_no_mode, copies, unfrozen, generators, other_degree, failing_half_way, applied_again, check_asked,
+    generating,
+)  # fmt: skip
 
 
-def test_what_makes_no_sense_is_refused():
-    run_ranks(refusals, 1)
+def test_two_ranks():
+    """Equal to the original, and what people do with a cut model."""
+    jobs = {job.__name__: (job,) for job in TOGETHER}
+    even = [name for name in CASES if name != "even words"]
+    run_ranks(run_jobs, 2, jobs | {"equal": (equal, even, ["attention", "fused", "means"])})
 
 
-def refusals():
-    ranks = ProcessRanks.of()
-    (cut,) = CASES["perceptron"].cuts(1)
-    shard, action = cut.shards[0], cut.actions[0]
-    for changed, message in (
-        (replace(cut, blocks=("blocks.7",)), "does not have"),
-        (replace(cut, shards=(replace(shard, dim=1),)), "its shape is"),
-        (replace(cut, shards=(replace(shard, axis="*12x2"),)), "does not have 24 slices"),
-        (replace(cut, shards=(replace(shard, axis="*24x"),)), "no axis"),
-        (replace(cut, shards=(shard, replace(shard, axis="1x*24"))), "in two ways"),
-        (replace(cut, shares=(23,)), "do not add up"),
-        (replace(cut, actions=(replace(action, module="across"),)), "acts at 'blocks.0.across'"),
-        (replace(cut, actions=(Action(kind="gather", module="up"),)), "says no axis"),
-        (replace(cut, actions=(Action(kind="enter", module="up", gathered=True),)), "without being a sum"),
-        (replace(cut, actions=(Action(kind="lookup", module="up", function="linear", axis="*24"),)), "only embedding"),
-        (replace(cut, summed=("up.weight",)), "also told to cut"),
-    ):
-        model = make("perceptron")
-        with pytest.raises(PlanError, match=message):
-            apply_cuts(model, (changed,), ranks)
-        assert cut_record(model) is None
-    model = make("attention")
-    model.config.heads = 10
-    with pytest.raises(PlanError, match=r"expects config\.heads = 12"):
-        apply_cuts(model, CASES["attention"].cuts(1), ranks)
-    with pytest.raises(ApplyError, match="nothing to remove"):
-        remove_cuts(model)
-    with torch.device("meta"):
-        model = CASES["perceptron"].make()
-    with pytest.raises(ApplyError, match="has no data"):
-        apply_cuts(model, (cut,), ranks)
+def test_three_ranks():
+    """Equal to the original; and ranks that do not agree say so, each as it knows it."""
+    jobs = {what: (disagree, what) for what in ("weights", "model", "plan", "broken", "known")}
+    results = run_ranks(run_jobs, 3, jobs | {"equal": (equal, ["attention"], ["words"])})
+    for rank, result in enumerate(results):
+        assert "ranks 1, 2 have other weights than rank 0" in result["weights"][1]
+        assert "rank 1 has another model than rank 0" in result["model"][1]
+        assert "rank 1 has another plan than rank 0" in result["plan"][1]
+        assert ("not here" if rank == 1 else "rank 1 can't take part: not here") == result["known"][1]
+        kind, text = result["broken"]
+        assert kind == ("PlanError" if rank == 1 else "RankError")
+        assert "nowhere" in text and (rank == 1 or text.startswith("rank 1 can't take part"))
 
 
 def test_without_a_group():

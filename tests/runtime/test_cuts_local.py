@@ -1,24 +1,30 @@
 """Cut models on several devices of one process."""
 
 import copy
-import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 import autoshard
 from autoshard import torch_private
+from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import ApplyError, PlanError
-from autoshard.plan.sharding import Cut, Shard
-from autoshard.runtime.collectives import Axis
-from autoshard.runtime.cuts import apply_cuts, remove_cuts
+from autoshard.plan import Plan, PlanDevice
+from autoshard.plan.sharding import Action, Cut
+from autoshard.plan.workload import Workload
+from autoshard.runtime import apply_plan, remove
+from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running, spread
-from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, check_checkpoint, make
-from tests.runtime.cut_models import decoder_cuts, make_decoder
+from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running
+from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, make
+from tests.runtime.cut_models import columns, decoder_cuts, make_decoder, shard
+
+DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
+TWO = LocalRanks.of(["cpu", "cpu"])
+IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -38,15 +44,11 @@ def counted(method, made):
     return call
 
 
-def test_uneven_shares_are_refused():
-    model = make("words")
-    with pytest.raises(PlanError, match="unevenly"):
-        apply_cuts(model, CASES["words"].cuts(2), LocalRanks.of(["cpu", "cpu"]))
-    assert model.embed.weight.shape == (25, 8)
-
-
-def test_checkpoint():
-    check_checkpoint(LocalRanks.of(["cpu", "cpu"]))
+def cut(name):
+    """A model that is cut over two ranks, and what it gave before."""
+    model = make(name)
+    expected = model(*CASES[name].inputs)
+    return apply_cuts(model, CASES[name].cuts(2), TWO), expected
 
 
 @pytest.fixture(scope="module")
@@ -54,36 +56,10 @@ def decoder():
     return make_decoder()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}], ids=str
-)
-def test_generates_the_same_tokens(decoder, options):
-    ids = torch.randint(1, 60, (2, 5), generator=torch.Generator().manual_seed(1))
-    options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True, **options}
-    torch.manual_seed(3)
-    expected = decoder.generate(ids, **options)
-    apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(["cpu", "cpu"]))
-    try:
-        torch.manual_seed(3)
-        assert torch.equal(decoder.generate(ids, **options), expected)
-    finally:
-        remove_cuts(decoder)
-
-
-def test_beam_search_on_simulated_devices(decoder):
-    """Caches are reordered outside of the forward, by ordinary indices on rank 0's device."""
-    ids, options = torch.tensor([[3, 1, 4, 1, 5]]), {"max_new_tokens": 4, "num_beams": 3, "do_sample": False}
-    expected = decoder.generate(ids, **options)
-    with autoshard.simulate("2x1GiB") as devices:
-        apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(devices))
-        found = decoder.generate(ids, **options)
-        remove_cuts(decoder)
-    assert torch.equal(found, expected)
-
-
-def test_copies_that_come_out_changed_go_through_the_host(decoder, monkeypatch):
-    ids, to = torch.tensor([[3, 1, 4, 1, 5]]), torch.Tensor.to
-    expected = decoder(ids).logits
+@pytest.fixture(params=["", "copies that come out changed go through the host"], ids=["plain", "staged"])
+def on_devices(request, decoder, monkeypatch):
+    """The decoder on simulated devices, and these; with copies between them, or through ordinary memory."""
+    to = torch.Tensor.to
 
     def watched(tensor, *args, **kwargs):
         made = to(tensor, *args, **kwargs)
@@ -92,55 +68,91 @@ def test_copies_that_come_out_changed_go_through_the_host(decoder, monkeypatch):
 
     with autoshard.simulate("2x1GiB") as names:
         devices = [torch.device(name) for name in names]
-        monkeypatch.setattr("autoshard.runtime.devices._staged", {(one, two) for one in devices for two in devices})
+        if request.param:
+            staged = {(one, two) for one in devices for two in devices}
+            monkeypatch.setattr("autoshard.runtime.devices._staged", staged)
         apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(devices))
-        try:
+        if request.param:
             monkeypatch.setattr(torch.Tensor, "to", watched)
-            found = decoder(ids).logits
-            found.sum().backward()
-        finally:
-            monkeypatch.undo()
-            remove_cuts(decoder)
-    decoder.zero_grad()
-    torch.testing.assert_close(found, expected, **TOLERANCE)
-
-
-def test_simulated_tensors_meet_rank_tensors():
-    with autoshard.simulate("2x1MiB") as devices:
-        devices = [torch.device(name) for name in devices]
-        cut = RankTensor([torch.ones(2, device=device) for device in devices], devices)
-        ordinary = torch.ones(2, device=devices[0])
-        for made in (ordinary + cut, cut + ordinary, ordinary.sum() + cut.sum()):
-            assert isinstance(made, RankTensor) and [part.device for part in made.parts] == devices
-
-
-def test_on_simulated_devices(decoder):
-    """Each device holds its part, and outputs come back to where the inputs were."""
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    expected = decoder(ids).logits
-    with autoshard.simulate("2x1GiB") as devices:
-        apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(devices))
-        found = decoder(ids).logits
-        weight = decoder.model.layers[0].mlp.up_proj.weight
-        assert [str(part.device) for part in weight.parts] == list(devices)
-        assert found.device == ids.device
-        torch.testing.assert_close(found, expected, **TOLERANCE)
-        found.sum().backward()
+        yield decoder, devices
+        monkeypatch.undo()
         remove_cuts(decoder)
     decoder.zero_grad()
-    assert torch.equal(decoder(ids).logits, expected)
 
 
-def test_parts_that_are_not_in_order_are_put_together_where_they_are():
-    """Ordinary indices would be on the CPU, and no part is."""
-    with autoshard.simulate("2x1MiB") as names:
-        devices = tuple(torch.device(name) for name in names)
-        ranks = LocalRanks.of(devices)
-        axis = Axis.of(ranks, "2x*4", (2, 2))
-        whole = torch.arange(8.0, device=devices[0])
-        part = axis.take(spread(whole, devices), 0)
-        assert [one.tolist() for one in part.parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
-        assert axis.gather(part, 0).agreed().tolist() == whole.tolist()
+def test_on_simulated_devices(on_devices):
+    """Each device holds its part, and outputs come back to where the inputs were."""
+    decoder, devices = on_devices
+    found = decoder(IDS).logits
+    weight = decoder.model.layers[0].mlp.up_proj.weight
+    assert [part.device for part in weight.parts] == devices and found.device == IDS.device
+    torch.testing.assert_close(found, make_decoder()(IDS).logits, **TOLERANCE)
+    found.sum().backward()
+
+
+@pytest.mark.parametrize("ranks", ["plain", "simulated"])
+def test_generates_the_same_tokens(decoder, ranks):
+    """Caches are reordered outside of the forward, by ordinary indices on rank 0's device."""
+    ways = [{}, {"num_beams": 3}, {"cache_implementation": "static"}, {"do_sample": True}]
+
+    def generate():
+        made = []
+        for way in ways[1:2] if ranks == "simulated" else ways:
+            torch.manual_seed(3)
+            made.append(
+                decoder.generate(IDS, **{"max_new_tokens": 6, "do_sample": False, "disable_compile": True} | way)
+            )
+        return made
+
+    expected = generate()
+    with autoshard.simulate("2x1GiB") as devices:
+        here = LocalRanks.of(devices) if ranks == "simulated" else TWO
+        apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), here)
+        found = generate()
+        remove_cuts(decoder)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_recomputed_layers_have_the_same_gradients(decoder):
+    """Activation checkpointing runs a layer again in backward, when the forward of the model is over."""
+    gradients = []
+    for way in ("whole", "cut"):
+        model = make_decoder().train()
+        if way == "cut":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            apply_cuts(model, decoder_cuts(("model.layers.0", "model.layers.1")), TWO)
+        model(IDS, labels=IDS).loss.backward()
+        if way == "cut":
+            remove_cuts(model)
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*gradients, **TOLERANCE)
+
+
+def plan_of(ranks, mark):
+    devices = tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=0) for rank in range(ranks))
+    return Plan(
+        strategy="column_parallel", objective="latency", workload=Workload(assumed=True), devices=devices,
+        placements={"": "cpu:0"}, cuts=CASES["perceptron"].cuts(ranks), fingerprint=mark,
+    )  # fmt: skip
+
+
+def test_a_plan_for_a_model_that_is_applied_already():
+    """As removing first, or refused with everything in place."""
+    model, inputs = make("perceptron"), CASES["perceptron"].inputs
+    mark, expected = fingerprint(model), model(*inputs)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    with autoshard.simulate("4x1MiB"):
+        apply_plan(model, Plan.from_device_map({"": "cpu:1"}))
+        for ranks in (2, 2, 4, 2):
+            apply_plan(model, plan_of(ranks, mark))
+            assert cut_record(model).ranks.size == ranks
+            torch.testing.assert_close(model(*inputs).cpu(), expected)
+        with pytest.raises(PlanError, match="made for another model"):
+            apply_plan(model, plan_of(2, "0" * 64))
+        assert cut_record(model).ranks.size == 2
+        remove(model)
+    assert all(value.equal(weights[name]) for name, value in model.state_dict().items())
 
 
 class Masked(nn.Module):
@@ -159,24 +171,23 @@ class Masked(nn.Module):
 
 def test_an_inner_module_is_called_alone():
     """As generation calls encoders, towers and tables: with tensors on the CPU, while no forward of the model runs."""
-    model, ids = nn.Sequential(Masked(), nn.Linear(8, 8)), torch.tensor([[3, 1, 4, 1, 5]])
-    devices, alone = {"cpu:0": "1MiB", "cpu:1": "1MiB"}, (lambda: model[0](ids), lambda: model[0].table(ids))
+    model, alone = nn.Sequential(Masked(), nn.Linear(8, 8)), (lambda: model[0](IDS), lambda: model[0].table(IDS))
     expected = [call() for call in alone]
     expected[0].sum().backward()
     gradient = model[0].up.weight.grad.clone()
     model.zero_grad()
-    plan = autoshard.plan(model, devices, inputs=ids, strategy="column-parallel", objective="memory")
+    plan = autoshard.plan(model, DEVICES, inputs=IDS, strategy="column-parallel", objective="memory")
     assert any(shard.name.endswith("table.weight") for cut in plan.cuts for shard in cut.shards)
-    with autoshard.simulate(devices):
+    with autoshard.simulate(DEVICES):
         autoshard.apply(model, plan)
         found = [call() for call in alone]
         for one, other in zip(found, expected, strict=True):
-            assert one.device == ids.device and not isinstance(one, RankTensor)
+            assert one.device == IDS.device and not isinstance(one, RankTensor)
             torch.testing.assert_close(one, other, **TOLERANCE)
         found[0].sum().backward()
         with pytest.raises(IndexError):
             model[0](torch.tensor([[100]]))
-        assert torch.equal(model(ids), model[1](found[0].detach()))
+        assert torch.equal(model(IDS), model[1](found[0].detach()))
         autoshard.remove(model)
     torch.testing.assert_close(model[0].up.weight.grad, gradient, **TOLERANCE)
 
@@ -200,10 +211,9 @@ def test_views_of_one_memory_are_cut_each_by_itself(dim):
     torch.manual_seed(0)
     model, x = Fused(dim), torch.randn(5, 8)
     expected, before = model(x).detach(), copy.deepcopy(model.state_dict())
-    devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
-    plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
+    plan = autoshard.plan(model, DEVICES, inputs=x, strategy="column-parallel", objective="memory")
     assert {shard.name for cut in plan.cuts for shard in cut.shards} == {"up.weight", "gate.weight", "down.weight"}
-    with autoshard.simulate(devices):
+    with autoshard.simulate(DEVICES):
         autoshard.apply(model, plan)
         assert torch.allclose(model(x).cpu(), expected, atol=1e-6)
         autoshard.remove(model)
@@ -212,179 +222,32 @@ def test_views_of_one_memory_are_cut_each_by_itself(dim):
 
 def test_tied_names_share_one_tensor_in_the_state_dict():
     """As in that of the plain model: what saves it tells ties by their memory."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids):
-            return self.head(self.embed(ids))
-
-    model, devices = Tied(), {"cpu:0": "1MiB", "cpu:1": "1MiB"}
-    plan = autoshard.plan(model, devices, inputs=torch.arange(8), strategy="column-parallel", objective="memory")
-    with autoshard.simulate(devices):
-        autoshard.apply(model, plan)
-        state = model.state_dict()
-        autoshard.remove(model)
-    assert plan.cuts and list(state) == ["embed.weight", "head.weight"]
+    state = cut("even words")[0].state_dict()
     assert state["embed.weight"].data_ptr() == state["head.weight"].data_ptr()
-    assert torch.equal(state["head.weight"].cpu(), model.head.weight)
 
 
-def test_views_that_overlap_are_not_cut():
-    model = Fused(0)
-    model.gate.weight = nn.Parameter(model.up.weight.detach().view(-1).as_strided((24, 8), (8, 1), 64))
-    cut = Cut(blocks=("",), size=24, shares=(12, 12), shards=(Shard(name="up.weight", dim=0, axis="*24"),))
-    with pytest.raises(PlanError, match="different view of the same memory"):
-        apply_cuts(model, (cut,), LocalRanks.of(["cpu", "cpu"]))
-
-
-def test_recomputed_layers_have_the_same_gradients(decoder):
-    """Activation checkpointing runs a layer again in backward, when the forward of the model is over."""
-    ids = torch.tensor([[3, 1, 4, 1, 5]])
-    decoder.train()
-    decoder(ids, labels=ids).loss.backward()
-    expected = {name: parameter.grad.clone() for name, parameter in decoder.named_parameters()}
-    decoder.zero_grad()
-    decoder.gradient_checkpointing_enable({"use_reentrant": False})
-    apply_cuts(decoder, decoder_cuts(("model.layers.0", "model.layers.1")), LocalRanks.of(["cpu", "cpu"]))
-    decoder(ids, labels=ids).loss.backward()
-    remove_cuts(decoder)
-    for name, parameter in decoder.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], **TOLERANCE)
-    decoder.gradient_checkpointing_disable()
-    decoder.eval().zero_grad()
-
-
-def ranked(*values):
-    cpu = torch.device("cpu")
-    return RankTensor([torch.as_tensor(value) for value in values], [cpu, cpu])
-
-
-def test_values_that_differ_between_ranks_are_not_read():
-    different, alike = ranked([1.0, 2.0], [1.0, 3.0]), ranked([1.0, 2.0], [1.0, 2.0])
-    assert alike.tolist() == [1, 2] and alike[1].item() == 2 and bool((alike > 0).all())
-    for read in (
-        lambda: different[1].item(),
-        lambda: different.tolist(),
-        lambda: bool((different > 2.5).any()),
-        lambda: different[different > 2.5],
-        lambda: torch.bernoulli(different / 4),
-    ):
-        with pytest.raises(ApplyError):
-            read()
-
-
-def test_reading_values_calls_no_functions_that_are_counted():
-    """A gather at the seventh reshape must not come at the third, because values were compared before it."""
-
-    class Names(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            names.append(getattr(func, "__name__", ""))
-            return func(*args, **(kwargs or {}))
-
-    names = []
-    sizes = ranked([2, 3], [2, 3])
-    with Names():
-        assert sizes.tolist() == [2, 3]
-        assert sizes.numpy().tolist() == [2, 3]
-    assert not {"detach", "reshape", "equal", "__getitem__"} & set(names), names
-
-
-@pytest.mark.parametrize("value", [3, 2.5, True, 1j])
-def test_tensors_are_made_of_lists_of_numbers_that_all_ranks_have(value):
-    """torch.tensor reads such numbers from memory, with dispatch off, and the wrapper has none."""
-    item = ranked(value, value)
-    for tensor_of in (torch.tensor, torch.as_tensor, torch.asarray, torch.ones((), dtype=item.dtype).new_tensor):
-        if value == 1j and tensor_of.__name__ == "new_tensor":
-            continue  # ordinary tensors can't do that either
-        assert tensor_of([[item], [item]]).tolist() == [[value], [value]]
-        with RanksMode([torch.device("cpu")] * 2, torch.device("cpu")):
-            made = tensor_of([item, item])
-        assert [part.tolist() for part in made.parts] == [[value, value]] * 2
-    with pytest.raises(ApplyError, match="different values"):
-        torch.tensor([ranked(1, 2)])
-
-
-def test_a_tensor_is_the_number_that_an_ordinary_one_is():
-    assert [0, 1, 2, 3][ranked(2, 2)] == 2 and int(ranked(2.5, 2.5)) == 2 and float(ranked([2], [2])) == 2
-    assert math.isnan(ranked(math.nan, math.nan))
-    for read, error in (
-        (lambda: [1][ranked(0.0, 0.0)], TypeError),
-        (lambda: bool(ranked([1, 2], [1, 2])), RuntimeError),
-    ):
-        with pytest.raises(error):
-            read()
-
-
-def test_writing_into_an_ordinary_tensor_is_refused():
-    plain = torch.zeros(2, 2)
-    for write in (
-        lambda: plain.copy_(ranked([[1.0, 2]], [[3.0, 4]])),
-        lambda: plain[0].add_(ranked([1.0, 2], [3.0, 4])),
-        lambda: plain.__setitem__(0, ranked([1.0, 2], [3.0, 4])),
-        lambda: torch.add(ranked([1.0, 2], [3.0, 4]), 1, out=plain[0]),
-        lambda: plain.index_copy_(0, torch.tensor([1]), ranked([[1.0, 2]], [[3.0, 4]])),
-    ):
-        with pytest.raises(ApplyError, match="made outside"):
-            write()
-    assert not plain.any()
-
-
-def test_ordinary_tensors_are_copied_for_each_rank():
-    """A view of what was an ordinary tensor must not be one tensor for both ranks."""
-    with torch.inference_mode():
-        plain = torch.zeros(1, 2)
-        both = plain.expand_as(ranked([[1.0, 2]], [[3.0, 4]]))
-        both += ranked([[1.0, 2]], [[3.0, 4]])
-        assert [part.tolist() for part in both.parts] == [[[1, 2]], [[3, 4]]]
-    mixed = torch.stack([torch.ones(2), ranked([1.0, 2], [3.0, 4])])
-    assert mixed.parts[1].tolist() == [[1, 1], [3, 4]]
-
-
-class Remembers(nn.Sequential):
+class Remembers(nn.ModuleDict):
     """Keeps what it made in its first forward as an attribute that is no buffer."""
 
     def forward(self, x):
         if not hasattr(self, "table"):
-            self.table = self[0].weight.detach().sum(0) + 1.0
-        return super().forward(x * self.table)
+            self.table = self["up"].weight.detach().sum(0) + 1.0
+        return self["down"](self["up"](x * self.table).tanh())
 
 
 def test_tensors_that_modules_keep_as_attributes_are_brought_to_every_device():
-    model, x = Remembers(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8)), torch.randn(2, 8)
-    devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
-    plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
-    assert plan.cuts
+    model, x = Remembers({"up": nn.Linear(8, 32), "down": nn.Linear(32, 8)}), torch.randn(2, 8)
     expected = model(x)
-    with autoshard.simulate(devices):
-        autoshard.apply(model, plan)
+    with autoshard.simulate(DEVICES) as devices:
+        apply_cuts(model, [columns(32, 2)], LocalRanks.of(devices))
         torch.testing.assert_close(model(x), expected)
-        autoshard.remove(model)
+        remove_cuts(model)
     assert torch.equal(model(x), expected)
 
 
-def test_random_numbers_are_drawn_once():
-    with RanksMode([torch.device("cpu")] * 2, torch.device("cpu")):
-        torch.manual_seed(0)
-        made = torch.randn(3), torch.empty(3).uniform_(), torch.nn.functional.dropout(torch.ones(64))
-        after = torch.rand(1)
-    torch.manual_seed(0)
-    expected = torch.randn(3), torch.empty(3).uniform_(), torch.nn.functional.dropout(torch.ones(64))
-    for found, wanted in zip((*made, after), (*expected, torch.rand(1)), strict=True):
-        assert all(torch.equal(part, wanted) for part in found.parts)
-
-
-class Dropping(nn.Sequential):
-    """Blocks that drop as a module, as a function, or in attention."""
-
-    def __init__(self, kind):
-        super().__init__(Layer(kind), Layer(kind))
-
-
 class Layer(nn.Module):
+    """Drops as a module, as a function, in attention, or not at all."""
+
     def __init__(self, kind):
         super().__init__()
         self.kind = kind
@@ -406,10 +269,9 @@ class Layer(nn.Module):
 )
 def test_what_is_drawn_in_training_must_have_been_planned(kind):
     torch.manual_seed(0)
-    model, x = Dropping(kind).eval(), torch.ones(2, 3, 8)
-    memory = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    model, x = nn.Sequential(Layer(kind), Layer(kind)).eval(), torch.ones(2, 3, 8)
     expected = model(x)
-    plan = autoshard.plan(model, memory, inputs=x, strategy="column-parallel", objective="memory")
+    plan = autoshard.plan(model, DEVICES, inputs=x, strategy="column-parallel", objective="memory")
     assert not any(cut.training for cut in plan.cuts)
     autoshard.apply(model, autoshard.Plan.from_json(plan.to_json()))
     torch.testing.assert_close(model(x), expected, **TOLERANCE)
@@ -425,7 +287,7 @@ def test_what_is_drawn_in_training_must_have_been_planned(kind):
     autoshard.remove(model.train())
     torch.manual_seed(3)
     expected = model(x)
-    plan = autoshard.plan(model, memory, inputs=x, strategy="column-parallel", objective="memory")
+    plan = autoshard.plan(model, DEVICES, inputs=x, strategy="column-parallel", objective="memory")
     assert all(cut.training for cut in plan.cuts)
     if kind in ("module", "function"):
         assert "dropout" in {action.kind for cut in plan.cuts for action in cut.actions}
@@ -436,50 +298,43 @@ def test_what_is_drawn_in_training_must_have_been_planned(kind):
 
 def test_a_bias_is_added_once_behind_the_sum():
     """The layer's own forward does not see it, and everybody who lists, saves or trains parameters does."""
-    model, case = make("perceptron"), CASES["perceptron"]
-    expected, names = model(*case.inputs), list(dict(model.named_parameters()))
-    layer = model.blocks[0]["down"]
-    bias = layer.bias
-    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
+    names, (model, expected) = list(make("perceptron").state_dict()), cut("perceptron")
+    inputs, layer = CASES["perceptron"].inputs, model.blocks[0]["down"]
+    bias = layer._parameters["bias"]
     assert layer.bias is None and list(dict(model.named_parameters())) == list(model.state_dict()) == names
-    torch.testing.assert_close(copy.deepcopy(model)(*case.inputs), expected, **TOLERANCE)
+    torch.testing.assert_close(copy.deepcopy(model)(*inputs), expected, **TOLERANCE)
     with torch.no_grad():
-        layer._parameters["bias"].add_(1)
-    assert not torch.allclose(model(*case.inputs), expected)
+        bias.add_(1)
+    assert not torch.allclose(model(*inputs), expected)
     layer.bias = nn.Parameter(torch.zeros(8))
     with pytest.raises(ApplyError, match=r"blocks\.0\.down was given another bias while its model is cut"):
-        model(*case.inputs)
+        model(*inputs)
     remove_cuts(model)
-    model.blocks[0]["down"].bias = bias
+    layer.bias = bias
     assert bias is not None and layer.bias is bias
 
 
 def test_sums_have_the_dtype_of_their_layer():
-    model, case = make("perceptron").eval(), CASES["perceptron"]
-    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        expected = model(*case.inputs)
-    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
-    made = []
+    (model, _), made, inputs = cut("perceptron"), [], CASES["perceptron"].inputs
     model.blocks[0]["down"].register_forward_hook(lambda layer, args, result: made.append(result.dtype))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        torch.testing.assert_close(model(*case.inputs), expected, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(model(*inputs), make("perceptron")(*inputs), rtol=2e-2, atol=2e-2)
     assert made == [torch.bfloat16]
-
-
-def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():
-    model, case = make("fused"), CASES["fused"]
-    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
-    expected = model(*case.inputs)
-    handle = model.back.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(*case.inputs)
-    handle.remove()
-    assert torch.equal(model(*case.inputs), expected)
-    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
 
 
 def interrupt(*args):
     raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():
+    (model, _), inputs = cut("fused"), CASES["fused"].inputs
+    expected = model(*inputs)
+    handle = model.back.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(*inputs)
+    handle.remove()
+    assert torch.equal(model(*inputs), expected)
+    assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
 
 
 def test_private_torch_still_says_what_cuts_need():
@@ -492,7 +347,6 @@ def test_private_torch_still_says_what_cuts_need():
     assert torch_private.gradient_hooks(weight) == [interrupt]
     torch_private.drop_gradient_hooks(weight, type(interrupt))
     weight.sum().backward()
-    assert running() is None
     mode = RanksMode([torch.device("cpu")], torch.device("cpu"))
     with mode:
         assert running() is mode
@@ -500,12 +354,10 @@ def test_private_torch_still_says_what_cuts_need():
 
 
 def test_a_graph_from_before_the_cut_does_not_fill_gradients():
-    model, case = make("perceptron"), CASES["perceptron"]
-    loss = model(*case.inputs).sum()
-    apply_cuts(model, case.cuts(2), LocalRanks.of(["cpu", "cpu"]))
+    model, expected = cut("perceptron")
     with pytest.raises(RuntimeError, match="Run the forward again"):
-        loss.backward()
-    model(*case.inputs).sum().backward()
+        expected.sum().backward()
+    model(*CASES["perceptron"].inputs).sum().backward()
 
 
 class Seen(nn.Module):
@@ -524,10 +376,10 @@ class Seen(nn.Module):
 def test_a_buffer_that_a_graph_holds_is_refused_before_anything_is_put_together():
     model, x = nn.Sequential(Seen(), Seen()), torch.randn(2, 4)
     expected = model(x)
-    plan = autoshard.plan(model, "2x1GiB", inputs=x, strategy="column-parallel", objective="memory")
     for block in model:
         block.seen.detach_()
-    apply_cuts(model, plan.cuts, LocalRanks.of(("cpu", "cpu")))
+    units = columns(8, 2, ("0", "1"))
+    apply_cuts(model, [replace(units, shards=(*units.shards, shard("seen", 1, "*8")))], TWO)
     model(x)
     with pytest.raises(ApplyError, match=r"0.seen was written by a forward .* detach_\(\)"):
         autoshard.remove(model)
@@ -536,3 +388,53 @@ def test_a_buffer_that_a_graph_holds_is_refused_before_anything_is_put_together(
         block.seen.detach_()
     autoshard.remove(model)
     torch.testing.assert_close(model(x), expected)
+
+
+def wrong_cuts():
+    (cut,) = CASES["perceptron"].cuts(2)
+    part, action = cut.shards[0], cut.actions[0]
+    lookup = Action(kind="lookup", module="up", function="linear", axis="*24")
+    return {
+        "does not have": {"blocks": ("blocks.7",)},
+        "its shape is": {"shards": (replace(part, dim=1),)},
+        "does not have 24 slices": {"shards": (replace(part, axis="*12x2"),)},
+        "no axis": {"shards": (replace(part, axis="*24x"),)},
+        "in two ways": {"shards": (part, replace(part, axis="1x*24"))},
+        "do not add up": {"shares": (12, 11)},
+        "acts at 'blocks.0.across'": {"actions": (replace(action, module="across"),)},
+        "says no axis": {"actions": (Action(kind="gather", module="up"),)},
+        "without being a sum": {"actions": (Action(kind="enter", module="up", gathered=True),)},
+        "only embedding": {"actions": (lookup,)},
+        "also told to cut": {"summed": ("up.weight",)},
+        "unevenly": {"shares": (10, 14)},
+    }
+
+
+@pytest.mark.parametrize(("words", "changed"), wrong_cuts().items())
+def test_a_wrong_cut_is_refused_and_changes_nothing(words, changed):
+    model, (cut,) = make("perceptron"), CASES["perceptron"].cuts(2)
+    with pytest.raises(PlanError, match=words):
+        apply_cuts(model, (replace(cut, **changed),), TWO)
+    assert cut_record(model) is None and model.blocks[0]["up"].weight.shape == (24, 8)
+
+
+def test_models_that_a_cut_does_not_belong_to_are_refused():
+    model = make("attention")
+    model.config.heads = 10
+    with pytest.raises(PlanError, match=r"expects config\.heads = 12"):
+        apply_cuts(model, CASES["attention"].cuts(2), TWO)
+    with pytest.raises(ApplyError, match="nothing to remove"):
+        remove_cuts(model)
+    with torch.device("meta"):
+        model = CASES["perceptron"].make()
+    with pytest.raises(ApplyError, match="has no data"):
+        apply_cuts(model, CASES["perceptron"].cuts(2), TWO)
+    model = make("perceptron")
+    model.blocks[1]["down"].weight.register_hook(lambda gradient: gradient / gradient.norm())
+    with pytest.raises(ApplyError, match=r"1\.down\.weight has a hook on its gradient"):
+        apply_cuts(model, CASES["perceptron"].cuts(2), TWO)
+    model = Fused(0)
+    model.gate.weight = nn.Parameter(model.up.weight.detach().view(-1).as_strided((24, 8), (8, 1), 64))
+    overlapping = Cut(blocks=("",), size=24, shares=(12, 12), shards=(shard("up.weight", 0, "*24"),))
+    with pytest.raises(PlanError, match="different view of the same memory"):
+        apply_cuts(model, (overlapping,), TWO)

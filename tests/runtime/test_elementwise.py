@@ -6,6 +6,9 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError
+from autoshard.runtime.cuts import apply_cuts
+from autoshard.runtime.local_ranks import LocalRanks
+from tests.runtime.cut_models import columns
 
 
 class OwnAdam(torch.optim.Adam):
@@ -24,30 +27,24 @@ class OwnSteps(torch.optim.SGD):
                 parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
 
+def muon(parameters):
+    return torch.optim.Muon([one for one in parameters if one.dim() == 2])
+
+
 EACH = {
     "inherited": OwnAdam,
     "says so": lambda ps: OwnSteps(ps, lr=0.1),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
-    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1),
     "fused": lambda ps: torch.optim.AdamW(ps, lr=0.1, fused=True),
     "foreach": lambda ps: torch.optim.RMSprop(ps, foreach=True),
-    "amsgrad": lambda ps: torch.optim.Adam(ps, amsgrad=True),
-    "adagrad": torch.optim.Adagrad,
-    "rprop": torch.optim.Rprop,
 }
-WHOLE = {
-    "factored": torch.optim.Adafactor,
-    "orthogonal": lambda ps: torch.optim.Muon([one for one in ps if one.dim() == 2]),
-    "directions": torch.optim.LBFGS,
-}
+WHOLE = {"factored": torch.optim.Adafactor, "orthogonal": muon, "directions": torch.optim.LBFGS}
 
 
 def cut_model():
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 8)
-    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
-    return autoshard.apply(model, plan), x
+    return apply_cuts(model, [columns(32, 2, up="0", down="2")], LocalRanks.of(["cpu", "cpu"])), x
 
 
 @pytest.mark.parametrize("name", EACH)

@@ -1,5 +1,7 @@
 """Expert parallelism: ranks divide the experts, tokens go to them and come back, and every number is as before."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,8 @@ import autoshard
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
-from tests.ranks import run_ranks
-from tests.runtime.test_launched import largest_error, own_part, wholes
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime import test_launched as launched
 from tests.torch_releases import sharded_replicas
 
 WIDTH, EXPERTS, WORDS, SAMPLES = 8, 4, 24, 8
@@ -95,117 +97,87 @@ class Net(nn.Module):
         return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-KINDS = {kind.__name__: kind for kind in (Fused, Listed, Capacity, Mixed)}
-
-
-def made(name):
+def made(kind):
     torch.manual_seed(0)
-    return Net(KINDS[name])
+    return Net(kind)
 
 
-def samples(seed=1):
-    return torch.randint(0, WORDS, (SAMPLES, 6), generator=torch.Generator().manual_seed(seed))
+IDS = torch.randint(0, WORDS, (SAMPLES, 6), generator=torch.Generator().manual_seed(1))
+INPUTS = {"ids": IDS, "labels": IDS}
 
 
-def plan_of(name, mesh, devices, mode="training", **wishes):
-    ids = samples()
-    inputs = {"ids": ids, "labels": ids} if mode == "training" else {"ids": ids}
-    plan = autoshard.plan(
-        made(name), {f"cpu:{index}": "8GiB" for index in range(devices)}, inputs=inputs, launch="processes",
-        mesh=mesh, workload=Workload(mode=mode, batch_size=SAMPLES), assume_independent_rows=True, **wishes,
-    )  # fmt: skip
-    return plan.to_json()
+def plan_of(kind, mesh, devices, mode="training"):
+    inputs = INPUTS if mode == "training" else {"ids": IDS}
+    return autoshard.plan(
+        made(kind), launched.devices_of(devices), inputs=inputs, launch="processes", mesh=mesh,
+        workload=Workload(mode=mode, batch_size=SAMPLES), assume_independent_rows=True,
+        precision="full" if mode == "training" else "auto",
+    ).to_json()  # fmt: skip
 
 
-def train(model, ids):
-    """Losses of three clipped steps of AdamW, the gradients of the first, and the parameters."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6), []
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = model(ids, labels=ids)
-        loss.backward()
-        losses.append(float(loss.detach()))
-        if not step:
-            named = model.named_parameters()  # ranks have none of experts that others have
-            gradients = wholes(model, {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named})
-        autoshard.clip_grad_norm_(model, 0.5)
-        optimizer.step()
-    return losses, gradients, wholes(model, dict(model.named_parameters()))
+def resumed(kind, plan, folder):
+    """Whether a model that reads the checkpoint of another has its weights."""
+    plan = Plan.from_json(plan) if isinstance(plan, str) else plan
+    models = [autoshard.apply(made(kind), plan, inputs=INPUTS) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6) for model in models]
+    part = launched.own_part(IDS)
+    models[0](part, labels=part).backward()
+    optimizers[0].step()
+    autoshard.save_checkpoint(folder, models[0], optimizers[0])
+    autoshard.load_checkpoint(folder, models[1], optimizers[1])
+    states = [model.state_dict() for model in models]
+    return all(torch.equal(one, states[1][key]) for key, one in states[0].items())
 
 
-def trained(name, text, folder):
-    """How far three steps are from those of one process, before and after a checkpoint; and what a rank has."""
-    ids, model, other = samples(), made(name), made(name)
-    expected = train(made(name), ids)
-    plan = Plan.from_json(text)
-    autoshard.apply(model, plan, inputs={"ids": ids, "labels": ids})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
-    own = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in model.layers.parameters())
-    losses, gradients, values = train(model, own_part(ids))
-    total = torch.tensor(losses)
-    dist.all_reduce(total)
-    rows = torch.allclose(total / dist.get_world_size(), torch.tensor(expected[0]), atol=1e-6)
-    model(own_part(ids), labels=own_part(ids)).backward()
-    optimizer.step()
-    autoshard.save_checkpoint(folder, model, optimizer)
-    autoshard.apply(other, plan, inputs={"ids": ids, "labels": ids})
-    autoshard.load_checkpoint(folder, other, torch.optim.AdamW(other.parameters(), lr=0.01, eps=1e-6))
-    state = model.state_dict()
-    same = all(torch.equal(one, state[key]) for key, one in other.state_dict().items())
-    autoshard.remove(model)
-    same = same and all(torch.equal(one, state[key]) for key, one in model.state_dict().items())
-    errors = largest_error(gradients, expected[1]), largest_error(values, expected[2])
-    return rows and same, max(errors), own
-
-
-@sharded_replicas
-@pytest.mark.parametrize(
-    ("name", "mesh", "ranks"),
-    [
-        ("Fused", "dp=2,ep=2", 2),
-        ("Listed", "fsdp=2,ep=2", 2),
-        ("Fused", "dp=2,fsdp=2,ep=2", 4),
-        ("Listed", "fsdp=4,ep=2", 4),
-        ("Fused", "fsdp=2,dp=2,ep=4", 4),
-    ],
-)
-def test_experts_of_all_ranks_train_as_on_one_process(name, mesh, ranks, tmp_path):
-    found = run_ranks(trained, ranks, name, plan_of(name, mesh, ranks, precision="full"), str(tmp_path / "saved"))
-    whole = sum(one.numel() for one in made(name).layers.parameters())
-    for same, error, own in found:
-        assert same and error < 1e-4 and own < 0.75 * whole
-
-
-def answered(name, text):
-    ids, model = samples(), made(name).eval()
+def answered(kind, text):
+    model, part = made(kind).eval(), launched.own_part(IDS)
     with torch.no_grad():
-        expected = model(own_part(ids))
-        autoshard.apply(model, Plan.from_json(text), inputs={"ids": ids})
-        one = torch.full_like(own_part(ids), dist.get_rank() + 1)  # all rows of a rank choose the same experts
-        return float((model(own_part(ids)) - expected).abs().max()), bool(model(one).isfinite().all())
+        expected = model(part)
+        autoshard.apply(model, Plan.from_json(text), inputs={"ids": IDS})
+        one = torch.full_like(part, dist.get_rank() + 1)  # all rows of a rank choose the same experts
+        return float((model(part) - expected).abs().max()), bool(model(one).isfinite().all())
 
 
-@pytest.mark.parametrize("name", ["Fused", "Listed"])
-def test_experts_of_all_ranks_answer_alike(name):
-    for error, finite in run_ranks(answered, 2, name, plan_of(name, "dp=2,ep=2", 2, mode="inference")):
-        assert error < 1e-5 and finite
-
-
-def refused(name, text):
-    ids = samples()
+def refused(kind, text):
     with pytest.raises(PlanError, match="can't be divided over 2 ranks") as caught:
-        autoshard.apply(made(name), Plan.from_json(text), inputs={"ids": ids, "labels": ids})
+        autoshard.apply(made(kind), Plan.from_json(text), inputs=INPUTS)
     return str(caught.value)
 
 
+CASES = {
+    2: [(Fused, "dp=2,ep=2"), (Listed, "fsdp=2,ep=2")],
+    4: [(Fused, "dp=2,fsdp=2,ep=2"), (Listed, "fsdp=4,ep=2"), (Fused, "fsdp=2,dp=2,ep=4")],
+}
+
+
 @sharded_replicas
-@pytest.mark.parametrize("name", ["Capacity", "Mixed"])
-def test_experts_that_see_more_than_a_choice_are_refused(name):
-    for text in run_ranks(refused, 2, name, plan_of(name, "dp=2,ep=2", 2, precision="full")):
-        assert "not the sum of what each choice makes" in text
+@pytest.mark.parametrize("ranks", CASES)
+def test_experts_of_all_ranks_train_and_answer_as_on_one_process(ranks, tmp_path):
+    """Two ranks find by themselves how to divide the first; what sees more than a choice is refused by all."""
+    training, others = {}, {}
+    for number, (kind, mesh) in enumerate(CASES[ranks]):
+        text = plan_of(kind, mesh, ranks)
+        plan = launched.completed(text, made(kind), INPUTS) if number or ranks > 2 else text
+        name = f"{kind.__name__}, {mesh}"
+        training[name] = launched.trained, functools.partial(made, kind), plan, IDS
+        others[f"{name} resumed"] = resumed, kind, plan, str(tmp_path / name)
+    if ranks == 2:
+        for kind in (Fused, Listed):
+            others[kind] = answered, kind, plan_of(kind, "dp=2,ep=2", 2, mode="inference")
+        for kind in (Capacity, Mixed):
+            others[kind] = refused, kind, plan_of(kind, "dp=2,ep=2", 2)
+    for results in run_ranks(run_jobs, ranks, training | others):
+        for name in training:
+            found = results[name]
+            assert found["losses"] < 1e-5 and found["gradients"] < 1e-4 and found["values"] < 1e-4, (name, found)
+            assert found["kept"] < 0.8 and results[f"{name} resumed"], name
+        for kind in (Fused, Listed) if ranks == 2 else ():
+            error, finite = results[kind]
+            assert error < 1e-5 and finite
+        for kind in (Capacity, Mixed) if ranks == 2 else ():
+            assert "not the sum of what each choice makes" in results[kind]
 
 
 def test_other_dimensions_are_refused():
-    text = plan_of("Fused", "tp=2,ep=2", 2, precision="full")
     with pytest.raises(PlanError, match="experts are divided among replicas"):
-        autoshard.apply(made("Fused"), Plan.from_json(text))
+        autoshard.apply(made(Fused), Plan.from_json(plan_of(Fused, "tp=2,ep=2", 2)))

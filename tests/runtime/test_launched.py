@@ -4,8 +4,10 @@ Every process computes its own samples. What they train is held against one proc
 """
 
 import dataclasses
+import functools
 import math
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -19,9 +21,11 @@ from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.sharded import whole_of
+from autoshard.search import asked
 from tests.hooks import is_hooked
-from tests.ranks import run_ranks
+from tests.ranks import run_jobs, run_ranks
 from tests.search.models import Decoder, Layer
 from tests.torch_releases import sharded_replicas
 
@@ -51,14 +55,25 @@ def samples():
     return torch.randint(0, WORDS, (SAMPLES, LENGTH), generator=generator)
 
 
+def devices_of(count):
+    return {f"cpu:{index}": "8GiB" for index in range(count)}
+
+
 def plan_for(mesh, devices, model_dtype=torch.float32, **wishes):
     """A plan that is made without processes, and goes through its file."""
     ids = samples()
     plan = autoshard.plan(
-        decoder(model_dtype), {f"cpu:{index}": "8GiB" for index in range(devices)}, inputs={"ids": ids, "labels": ids},
+        decoder(model_dtype), devices_of(devices), inputs={"ids": ids, "labels": ids},
         workload=Workload(mode="training", batch_size=SAMPLES), launch="processes", mesh=mesh, **wishes,
     )  # fmt: skip
     return plan.to_json()
+
+
+def completed(text, model, inputs):
+    """A plan with its cuts and how its batch is divided, found once here and not by every process."""
+    plan = Plan.from_json(text)
+    with mock.patch("autoshard.runtime.launched.count_processes", lambda: plan.mesh.size):
+        return asked.completed(model, plan, inputs)
 
 
 def train(model, ids, steps=3, micro_batch=None):
@@ -74,8 +89,9 @@ def train(model, ids, steps=3, micro_batch=None):
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
+        named = model.named_parameters()  # ranks have no gradient of experts that others have
         gradients = gradients or wholes(
-            model, {n: one.grad for n, one in model.named_parameters() if one.grad is not None}
+            model, {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in named}
         )
         norms.append(float(autoshard.clip_grad_norm_(model, 0.5)))
         optimizer.step()
@@ -109,66 +125,81 @@ def largest_error(found, expected):
     )
 
 
-def trained(text, dtype=torch.float32):
-    """How far three steps are from those of one process that has all samples, and what the parameters were."""
-    plan, ids = Plan.from_json(text), samples()
-    expected = train(decoder(dtype), ids)
-    model = decoder(dtype)
+def relative(found, expected):
+    return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
+
+
+def trained(make, plan, ids, sharing=1, watched=None):
+    """How far three steps are from those of one process that has all samples; what a rank has of the parameters.
+
+    `sharing`: how many ranks have the same samples; `watched`: a module, of which the length of its input is told.
+    """
+    plan = Plan.from_json(plan) if isinstance(plan, str) else plan
+    expected, model = train(make(), ids), make()
+    dtypes = {one.dtype for one in model.parameters()}
     whole = sum(one.numel() for one in model.parameters())
     autoshard.apply(model, plan, inputs={"ids": ids, "labels": ids})
-    kept = sum(one.to_local().numel() for one in model.parameters()) / whole
+    kept = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in model.parameters()) / whole
     stored = {one.dtype for one in model.parameters()}
-    losses, norms, gradients, values = train(model, own_part(ids, plan.mesh.tp), micro_batch=plan.micro_batch)
+    module, lengths = model.get_submodule(watched) if watched else None, set()
+    if module is not None:
+        module.register_forward_pre_hook(lambda module, args: lengths.add(args[0].shape[1]))
+    losses, norms, gradients, values = train(model, own_part(ids, sharing), micro_batch=plan.micro_batch)
     assert {one.dtype for one in gradients.values()} == stored
     means = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(means)
-    means /= dist.get_world_size()
+    record = replica_record(model)
     autoshard.remove(model)
-    assert {one.dtype for one in model.parameters()} == {dtype}
-    assert not is_hooked(model)
+    assert record is None or not record.made.groups  # they end with the model
+    assert {one.dtype for one in model.parameters()} == dtypes
+    assert all(torch.equal(one, values[name].to(one.dtype)) for name, one in model.named_parameters())
+    assert not is_hooked(model, other_than=module)
     return {
-        "losses": max(abs(one - other) / other for one, other in zip(means.tolist(), expected[0], strict=True)),
-        "norms": max(abs(one - other) / other for one, other in zip(norms, expected[1], strict=True)),
-        "gradients": largest_error(gradients, expected[2]),
-        "values": largest_error(values, expected[3]),
-        "kept": kept, "stored": stored,
+        "losses": relative((means / dist.get_world_size()).tolist(), expected[0]),
+        "norms": relative(norms, expected[1]), "gradients": largest_error(gradients, expected[2]),
+        "values": largest_error(values, expected[3]), "kept": kept, "stored": stored, "lengths": lengths,
     }  # fmt: skip
 
 
-MESHES = {"fsdp=2": 2, "dp=2": 2, "dp=2,fsdp=2": 4, "tp=2": 2, "tp=4": 4, "dp=2,tp=2": 4, "fsdp=2,tp=2": 4}
-MESHES["dp=2,fsdp=2,tp=2"] = 8
+CASES = {
+    "sharded": ("fsdp=2", {"recompute": "selective"}),
+    "replicas": ("dp=2", {}),
+    "columns": ("tp=2", {"recompute": "full"}),
+    "sharded replicas": ("dp=2,fsdp=2", {"recompute": "full"}),
+    "sharded columns": ("fsdp=2,tp=2", {}),
+    "more columns": ("tp=4", {"recompute": "selective"}),
+    "replicas of columns": ("dp=2,tp=2", {"recompute": "full"}),
+    "all": ("dp=2,fsdp=2,tp=2", {}),
+}
+SLOW = ("more columns", "all")
 
 
-QUICK = {("fsdp=2", "selective"), ("dp=2", "none"), ("dp=2,fsdp=2", "full"), ("tp=2", "full"), ("fsdp=2,tp=2", "none")}
+def size_of(mesh):
+    return math.prod(int(degree.split("=")[1]) for degree in mesh.split(","))
+
+
+@functools.cache
+def steps_on(size, slow):
+    """All cases for so many ranks in one launch."""
+    ids, jobs = samples(), {}
+    for name, (mesh, wishes) in CASES.items():
+        if size_of(mesh) == size and (name in SLOW) == slow:
+            plan = completed(plan_for(mesh, size, precision="full", **wishes), decoder(), {"ids": ids, "labels": ids})
+            jobs[name] = trained, decoder, plan, ids, plan.mesh.tp
+    return run_ranks(run_jobs, size, jobs)
 
 
 @sharded_replicas
-@pytest.mark.parametrize(
-    ("mesh", "recompute"),
-    [
-        pytest.param(mesh, recompute, marks=() if (mesh, recompute) in QUICK else pytest.mark.slow)
-        for mesh in MESHES
-        for recompute in ("none", "selective", "full")
-    ],
-)
-def test_steps_are_those_of_one_process(mesh, recompute):
+@pytest.mark.parametrize("name", [pytest.param(one, marks=pytest.mark.slow if one in SLOW else ()) for one in CASES])
+def test_steps_are_those_of_one_process(name):
     """Sums in another order: 1e-5 of the largest number of a tensor."""
-    text = plan_for(mesh, MESHES[mesh], recompute=recompute, precision="full")
-    for found in run_ranks(trained, MESHES[mesh], text):
+    mesh = CASES[name][0]
+    for results in steps_on(size_of(mesh), name in SLOW):
+        found = results[name]
         assert found["losses"] < 1e-5 and found["norms"] < 1e-5 and found["gradients"] < 1e-5, found
         assert found["values"] < 1e-4, found  # AdamW divides by the root of small gradients
-        parts = math.prod(int(degree[-1]) for degree in mesh.split(",") if not degree.startswith("dp"))
+        parts = size_of(mesh.removeprefix("dp=2,")) if mesh != "dp=2" else 1
         assert found["kept"] == pytest.approx(1 / parts, abs=0.05)  # norms are in no part
-
-
-@sharded_replicas
-@pytest.mark.parametrize("mesh", ["fsdp=2", pytest.param("dp=2", marks=pytest.mark.slow)])
-def test_mixed_precision_keeps_float32_and_computes_in_bfloat16(mesh):
-    """Two parts in 2**8 of bfloat16, through three layers: 5 % of the largest number of a gradient."""
-    text = plan_for(mesh, 2, torch.bfloat16, precision="mixed")
-    for found in run_ranks(trained, 2, text, torch.bfloat16):
-        assert found["stored"] == {torch.float32}
-        assert found["losses"] < 0.01 and found["gradients"] < 0.05, found
 
 
 def accumulated(text):
@@ -186,13 +217,7 @@ def accumulated(text):
     return [table.weight.grad is not None for table in model.tables]
 
 
-@sharded_replicas
-def test_what_one_part_of_an_accumulation_used_keeps_its_gradient():
-    assert run_ranks(accumulated, 2, plan_for("fsdp=2", 2, recompute="none")) == [[True, True, False]] * 2
-
-
-def backward_flops(text):
-    plan = Plan.from_json(text)
+def backward_flops(plan):
     model = autoshard.apply(decoder(), plan)
     part = own_part(samples())[: plan.micro_batch]
     loss = model(part, labels=part)
@@ -203,15 +228,30 @@ def backward_flops(text):
 
 
 @sharded_replicas
-def test_layers_are_computed_again_as_the_plan_says():
-    """All products of a layer but the last, which backward does not need; or the second and fourth of its six."""
-    plans = [plan_for("fsdp=2", 2, recompute=one, micro_batch=1) for one in ("none", "selective", "full")]
-    plans.append(replace(Plan.from_json(plans[-1]), kept_layers=2).to_json())
-    none, selective, full, one_full = (run_ranks(backward_flops, 2, plan)[0] for plan in plans)
+def test_sharded_training():
+    """In one launch: what is computed again, gradients of accumulated parts, and 16 bits.
+
+    Computed again are all products of a layer but the last, which backward does not need, or the second and fourth of
+    its six. Two parts in 2**8 of bfloat16, through three layers, are 5 % of the largest number of a gradient.
+    """
+    texts = {one: plan_for("fsdp=2", 2, recompute=one, micro_batch=1) for one in ("none", "selective", "full")}
+    plans = {name: Plan.from_json(text) for name, text in texts.items()}
+    plans["one full"] = replace(plans["full"], kept_layers=2)
+    lowered = functools.partial(decoder, torch.bfloat16)
+    jobs = {name: (backward_flops, plan) for name, plan in plans.items()}
+    jobs["accumulated"] = (accumulated, texts["none"])
+    for mesh in ("fsdp=2", "dp=2"):
+        jobs[mesh] = (trained, lowered, plan_for(mesh, 2, torch.bfloat16, precision="mixed"), samples())
     square, wide = 2 * 32 * 32, 2 * 32 * 128
-    assert full - none == 3 * LENGTH * (4 * square + wide)
-    assert selective - none == 3 * LENGTH * 2 * square
-    assert full - none == 3 * (one_full - none)
+    for found in run_ranks(run_jobs, 2, jobs):
+        none, selective, full, one_full = (found[name] for name in plans)
+        assert full - none == 3 * LENGTH * (4 * square + wide)
+        assert selective - none == 3 * LENGTH * 2 * square
+        assert full - none == 3 * (one_full - none)
+        assert found["accumulated"] == [True, True, False]
+        for mesh in ("fsdp=2", "dp=2"):
+            assert found[mesh]["stored"] == {torch.float32}
+            assert found[mesh]["losses"] < 0.01 and found[mesh]["gradients"] < 0.05, found
 
 
 def answered(text):
@@ -229,17 +269,6 @@ def answered(text):
     return float((found - expected).detach().abs().max()), kept / whole
 
 
-@pytest.mark.parametrize("mesh", ["tp=2", "pp=2"])
-def test_answers_of_plans(mesh):
-    """Where to cut is found by the processes."""
-    ids = samples()
-    plan = autoshard.plan(
-        decoder(), {f"cpu:{index}": "8GiB" for index in range(2)}, inputs={"ids": ids}, launch="processes", mesh=mesh
-    )
-    for error, kept in run_ranks(answered, 2, plan.to_json()):
-        assert error < 1e-5 and 0.3 < kept < 0.7
-
-
 def refused(text):
     model = decoder()
     before = dict(model.named_parameters())
@@ -249,13 +278,20 @@ def refused(text):
     return str(caught.value)
 
 
-def test_stages_do_not_generate():
-    ids = samples()
-    plan = autoshard.plan(
-        decoder(), {f"cpu:{index}": "8GiB" for index in range(2)}, inputs={"ids": ids}, launch="processes", mesh="pp=2",
-        workload=Workload(batch_size=SAMPLES, new_tokens=4),
-    )  # fmt: skip
-    assert 'mesh="tp=2"' in run_ranks(refused, 2, plan.to_json())[0]
+def test_answers_of_plans():
+    """Where to cut is found by the processes; stages do not generate."""
+
+    def text(mesh, **wishes):
+        return autoshard.plan(
+            decoder(), devices_of(2), inputs={"ids": samples()}, launch="processes", mesh=mesh, **wishes
+        ).to_json()
+
+    generating = text("pp=2", workload=Workload(batch_size=SAMPLES, new_tokens=4))
+    jobs = {mesh: (answered, text(mesh)) for mesh in ("tp=2", "pp=2")} | {"generating": (refused, generating)}
+    for found in run_ranks(run_jobs, 2, jobs):
+        assert 'mesh="tp=2"' in found.pop("generating")
+        for error, kept in found.values():
+            assert error < 1e-5 and 0.3 < kept < 0.7
 
 
 def test_what_does_not_run_is_refused_with_what_does():

@@ -5,6 +5,7 @@ What processes train in micro-batches is held against one process that has all s
 
 import copy
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -18,8 +19,18 @@ from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime import sharded
 from tests.models import by_name
-from tests.ranks import run_ranks
-from tests.runtime.test_launched import decoder, largest_error, refused, samples, wholes
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime.test_launched import (
+    completed,
+    decoder,
+    devices_of,
+    largest_error,
+    refused,
+    relative,
+    samples,
+    size_of,
+    wholes,
+)
 from tests.torch_releases import sharded_replicas
 
 ROWS = 8
@@ -38,12 +49,13 @@ def build(name):
     return case.model(), case.example((ROWS, 6)), square
 
 
+@functools.cache
 def plan_for(name, mesh, **wishes):
     """A plan that is made without processes, and goes through its file."""
     model, inputs, _ = build(name)
-    count = 2 ** mesh.count("=")
+    count = size_of(mesh)
     return autoshard.plan(
-        model, {f"cpu:{index}": "8GiB" for index in range(count)}, inputs=inputs, launch="processes", mesh=mesh,
+        model, devices_of(count), inputs=inputs, launch="processes", mesh=mesh,
         workload=Workload(mode="training", batch_size=ROWS),
         **{"precision": "full", "micro_batch": ROWS // max(count, 4), **wishes},
     ).to_json()  # fmt: skip
@@ -97,9 +109,10 @@ def staged(name, plan):
     return model, step
 
 
-def trained(name, text):
+def trained(name, plan):
     """How far three steps are from those of one process."""
-    plan, expected = Plan.from_json(text), alone(name)
+    plan = Plan.from_json(plan) if isinstance(plan, str) else plan
+    expected = alone(name)
     model, step = staged(name, plan)
     kept = sum(sharded.own_part(one).numel() for one in model.parameters() if not one.is_meta)
     losses, norms, gradients = train(model, step, autoshard.clip_grad_norm_)
@@ -107,43 +120,56 @@ def trained(name, text):
     values = {name: one.detach() for name, one in model.named_parameters()}
     return {
         "gradients": largest_error(gradients, {name: expected[2][name] for name in gradients}),
-        "norms": max(abs(one - other) / other for one, other in zip(norms, expected[1], strict=True)),
+        "norms": relative(norms, expected[1]),
         "values": largest_error(values, expected[3]), "names": set(gradients), "wanted": set(expected[2]),
         "losses": losses, "expected": expected[0], "kept": kept / sum(one.numel() for one in model.parameters()),
     }  # fmt: skip
 
 
-def slow(*values, needs_shards=True):
-    return pytest.param(*values, marks=[pytest.mark.slow, *([sharded_replicas] if needs_shards else [])])
+CASES = {
+    "stages": ("decoder", "pp=2", {"recompute": "full"}),
+    "sharded stages": ("decoder", "fsdp=2,pp=2", {"recompute": "selective"}),
+    "selective": ("decoder", "pp=2", {"recompute": "selective"}),
+    "cut stages": ("decoder", "pp=2,tp=2", {}),
+    "replicas of stages": ("decoder", "dp=2,pp=2", {"recompute": "full"}),
+    "replicas of cut stages": ("decoder", "dp=2,pp=2,tp=2", {}),
+    "replicas of sharded stages": ("decoder", "dp=2,fsdp=2,pp=2", {"micro_batch": 1}),
+    "sharded cut stages": ("decoder", "fsdp=2,tp=2,pp=2", {"recompute": "full"}),
+    "gpipe": ("decoder", "fsdp=2,pp=2", {"schedule": "gpipe"}),
+    "llama": ("llama", "fsdp=2,tp=2,pp=2", {}),
+    "t5": ("t5", "fsdp=2,pp=2", {}),  # the embedding is the head, too
+    "mixtral": ("mixtral", "fsdp=2,pp=2", {}),  # with experts that nobody asks
+    "cut mixtral": ("mixtral", "pp=2,tp=2", {}),
+    "cut bloom": ("bloom", "pp=2,tp=2", {}),
+    "cut gemma2": ("gemma2", "pp=2,tp=2", {}),
+}
+QUICK = ("stages", "sharded stages")
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "wishes"),
-    [
-        ("decoder", "pp=2", {"recompute": "full"}),
-        pytest.param("decoder", "fsdp=2,pp=2", {"recompute": "selective"}, marks=sharded_replicas),
-        slow("decoder", "pp=2", {"recompute": "selective"}, needs_shards=False),
-        slow("decoder", "pp=2,tp=2", {}, needs_shards=False),
-        slow("decoder", "dp=2,pp=2", {"recompute": "full"}, needs_shards=False),
-        slow("decoder", "dp=2,pp=2,tp=2", {}, needs_shards=False),
-        slow("decoder", "dp=2,fsdp=2,pp=2", {"micro_batch": 1}),
-        slow("decoder", "fsdp=2,tp=2,pp=2", {"recompute": "full"}),
-        slow("decoder", "fsdp=2,pp=2", {"schedule": "gpipe"}),
-        slow("llama", "fsdp=2,tp=2,pp=2", {}),
-        slow("t5", "fsdp=2,pp=2", {}),  # the embedding is the head, too
-        slow("mixtral", "fsdp=2,pp=2", {}),  # with experts that nobody asks
-        slow("mixtral", "pp=2,tp=2", {}, needs_shards=False),
-    ],
-)
-def test_stages_are_trained_as_one_process(name, mesh, wishes):
-    """Sums in another order: 1e-5 of the largest number of a tensor."""
+def marks(name):
+    return [*([sharded_replicas] if "fsdp" in CASES[name][1] else []), *([] if name in QUICK else [pytest.mark.slow])]
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=marks(name)) for name in CASES])
+def test_stages_are_trained_as_one_process(case):
+    """Sums in another order: 1e-5 of the largest number of a tensor. In bfloat16, gradients are added up in float32.
+
+    How the batch is divided is found by the processes for stages alone.
+    """
+    name, mesh, wishes = CASES[case]
     text = plan_for(name, mesh, **wishes)
     plan = Plan.from_json(text)
+    jobs = {"trained": (trained, name, text if mesh == "pp=2" else completed(text, *build(name)[:2]))}
+    if case in QUICK:
+        jobs["mixed"] = mixed, "decoder", plan_for("decoder", mesh, precision="mixed")
     assert plan.num_microbatches > 1
-    every = run_ranks(trained, plan.mesh.size, name, text, timeout_seconds=300, group_seconds=120)
-    for found in every:
+    results = run_ranks(run_jobs, plan.mesh.size, jobs, timeout_seconds=300, group_seconds=120)
+    for rank in results:
+        found, (error, stored) = rank["trained"], rank.get("mixed", (0.0, {torch.float32}))
         assert found["gradients"] < 1e-5 and found["norms"] < 1e-5 and found["values"] < 5e-5, found
         assert found["kept"] < 1.5 / plan.mesh.fsdp / plan.mesh.pp
+        assert error < 1e-3 and stored == {torch.float32}
+    every = [rank["trained"] for rank in results]
     assert every[0]["wanted"] <= {one for found in every for one in found["names"]}
     lasts = [found["losses"] for found in every if found["losses"][0] is not None]
     means = [sum(losses) / len(losses) for losses in zip(*lasts, strict=True)]
@@ -169,48 +195,6 @@ def mixed(name, text):
     return largest_error(gradients, {name: expected[name] for name in gradients}), stored
 
 
-@sharded_replicas
-@pytest.mark.parametrize("mesh", ["pp=2", pytest.param("fsdp=2,pp=2", marks=pytest.mark.slow)])
-def test_mixed_precision_computes_in_bfloat16_and_adds_up_in_float32(mesh):
-    text = plan_for("decoder", mesh, precision="mixed")
-    for error, stored in run_ranks(mixed, 2 ** mesh.count("="), "decoder", text):
-        assert error < 1e-3 and stored == {torch.float32}
-
-
-def went_on(text, folder):
-    """A run that is saved, and goes on in another model from what was saved: how far they are then."""
-    plan = Plan.from_json(text)
-    model, step = staged("decoder", plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step()
-    optimizer.step()
-    autoshard.save_checkpoint(folder, model, optimizer, state={"step": 1})
-    other, again = staged("decoder", plan)
-    restored = torch.optim.AdamW(other.parameters(), lr=0.5)
-    assert autoshard.load_checkpoint(folder, other, restored) == {"step": 1}
-    for one, run, stepped in ((model, step, optimizer), (other, again, restored)):
-        stepped.zero_grad()
-        run()
-        stepped.step()
-        autoshard.remove(one)
-    return largest_error(*({name: one.detach() for name, one in model.named_parameters()} for model in (other, model)))
-
-
-@sharded_replicas
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["fsdp=2,pp=2", "fsdp=2,tp=2,pp=2"])
-def test_training_goes_on_from_a_checkpoint_of_sharded_stages(mesh, tmp_path):
-    assert max(run_ranks(went_on, 2 ** mesh.count("="), plan_for("decoder", mesh), str(tmp_path / "last"))) == 0.0
-
-
-@sharded_replicas
-def test_layers_that_share_parameters_are_refused():
-    sharing, plan = decoder(), Plan.from_json(plan_for("decoder", "fsdp=2,pp=2"))
-    sharing.layers[2].shift = sharing.layers[0].shift
-    with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
-        sharded.check_shardable(sharing, plan)
-
-
 def test_what_stages_are_not_trained_with_is_refused():
     text = plan_for("decoder", "fsdp=2,pp=2")
     plan = Plan.from_json(text)
@@ -223,3 +207,11 @@ def test_what_stages_are_not_trained_with_is_refused():
         plan_for("decoder", "fsdp=2,pp=2", schedule="zero-bubble")
     with pytest.raises(PlanError, match="more stages than the model has layers"):
         plan_for("albert", "fsdp=2,pp=2")
+
+
+@sharded_replicas
+def test_layers_that_share_parameters_are_refused():
+    sharing, plan = decoder(), Plan.from_json(plan_for("decoder", "fsdp=2,pp=2"))
+    sharing.layers[2].shift = sharing.layers[0].shift
+    with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
+        sharded.check_shardable(sharing, plan)

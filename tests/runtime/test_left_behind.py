@@ -19,59 +19,83 @@ class Block(nn.Module):
 
     def __init__(self, leave) -> None:
         super().__init__()
-        self.linear, self.leave, self.rows, self.loss = nn.Linear(16, 16), leave, [], None
+        self.linear, self.leave, self.rows, self.left = nn.Linear(16, 16), leave, [], None
         self.tables: dict[int, torch.Tensor] = {}
 
     def forward(self, x):
         if 16 not in self.tables:
             self.tables[16] = torch.linspace(0, 1, 16, device=x.device)
         x = torch.tanh(self.linear(x)) + self.tables[16]
-        self.leave(self, x)
+        x = self.leave(self, x)
         self.length = torch.tensor(x.shape[1])
         return x
 
 
 def auxiliary_loss(block, x):
-    block.loss = x.pow(2).mean()
+    block.left = x.pow(2).mean()
+    return x
 
 
 def statistic(block, x):
-    block.loss = x.detach().sum(-1)
+    block.left = x.detach().sum(-1)
+    return x
+
+
+def spread(block, x):
+    block.left = x.std()
+    return x
 
 
 def growing_list(block, x):
     block.rows.append(x.detach().sum(-1))
+    return x
+
+
+def state(block, x):
+    """What the next call reads."""
+    x = x if block.left is None else x + block.left
+    block.left = x.detach()
+    return x
 
 
 def nothing(block, x):
-    pass
+    return x
 
 
-def made(leave):
+def planned(leave, strategy, devices=DEVICES, workload=TRAINING):
     torch.manual_seed(0)
-    return nn.Sequential(*[Block(leave) for _ in range(4)]), torch.randn(8, 16)
-
-
-def planned(model, rows, devices, strategy, workload=TRAINING):
+    model, rows = nn.Sequential(*[Block(leave) for _ in range(4)]), torch.randn(8, 16)
     kind = {"num_microbatches": 4} if strategy == "pipeline" else {}
-    return autoshard.plan(model, devices, inputs=rows, strategy=strategy, workload=workload, **kind)
+    return model, rows, autoshard.plan(model, devices, inputs=rows, strategy=strategy, workload=workload, **kind)
 
 
-@pytest.mark.parametrize("strategy", ["pipeline", "data-parallel"])
-@pytest.mark.parametrize("leave", [auxiliary_loss, statistic, growing_list])
-def test_what_parts_would_each_leave_is_refused_with_its_name(strategy, leave):
-    model, rows = made(leave)
-    place = r"rows\.\d" if leave is growing_list else "loss"
-    with pytest.raises(PlanError, match=rf"{place} in 0 is set by every forward, .*Return it from the forward"):
-        planned(model, rows, DEVICES, strategy)
+SET = r"{} in 0 is set by every forward, .*Return it from the forward"
+
+
+@pytest.mark.parametrize(
+    ("leave", "strategy", "workload", "words"),
+    [
+        (auxiliary_loss, "pipeline", TRAINING, SET.format("left")),
+        (auxiliary_loss, "data-parallel", TRAINING, SET.format("left")),
+        (statistic, "pipeline", TRAINING, SET.format("left")),
+        (growing_list, "data-parallel", TRAINING, SET.format(r"rows\.\d")),
+        (state, "pipeline", TRAINING, "left in 0 is set by every forward"),
+        (state, "data-parallel", TRAINING, "left in 0 is set by every forward"),
+        (spread, "pipeline", TRAINING, r"0 \(Block\) keeps what mixes its rows \(std in 0\)"),
+        (spread, "pipeline", autoshard.Workload(), r"0 \(Block\) keeps what mixes its rows \(std in 0\)"),
+    ],
+)
+def test_what_parts_would_each_leave_is_refused_with_its_name(leave, strategy, workload, words):
+    with pytest.raises(PlanError, match=words):
+        planned(leave, strategy, workload=workload)
 
 
 @pytest.mark.parametrize("strategy", ["pipeline", "data-parallel"])
 def test_tables_and_what_does_not_depend_on_rows_may_be_left(strategy):
-    model, rows = made(nothing)
-    plain = copy.deepcopy(model)
     with autoshard.simulate("3x1MiB") as devices:
-        autoshard.apply(model, planned(model, rows, devices, strategy))
+        model, rows, plan = planned(nothing, strategy, devices)
+        plain = copy.deepcopy(model)
+        autoshard.apply(model, plan)
         for _ in range(2):
             found, wanted = model(rows), plain(rows)
             torch.testing.assert_close(found.cpu(), wanted)
@@ -82,49 +106,9 @@ def test_tables_and_what_does_not_depend_on_rows_may_be_left(strategy):
 
 
 def test_plans_of_earlier_versions_that_put_attributes_together_are_refused():
-    model, rows = made(nothing)
-    data = json.loads(planned(model, rows, DEVICES, "pipeline").to_json())
-    for names, good in (([], True), (["0.loss"], False)):
-        data["batch"] |= {"attributes": names, "kept": [], "tracked": [], "cached": ["0.tables"]}
-        if good:
-            assert autoshard.Plan.from_json(json.dumps(data)).batch is not None
-        else:
-            with pytest.raises(PlanError, match="plan again"):
-                autoshard.Plan.from_json(json.dumps(data))
-
-
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.state = nn.Linear(16, 16), None
-
-    def forward(self, x):
-        x = self.linear(x if self.state is None else x + self.state)
-        self.state = x.detach()
-        return x
-
-
-@pytest.mark.parametrize("strategy", ["pipeline", "data-parallel"])
-def test_state_that_the_next_call_reads_is_refused(strategy):
-    model = nn.Sequential(Recurrent(), nn.Linear(16, 16), Recurrent())
-    with pytest.raises(PlanError, match="state in 0 is set by every forward"):
-        planned(model, torch.randn(8, 16), {"cpu:0": "1MiB", "cpu:1": "1MiB"}, strategy)
-
-
-class Spread(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.spread = nn.Linear(16, 16), None
-
-    def forward(self, x):
-        x = self.linear(x)
-        self.spread = x.std()
-        return x
-
-
-@pytest.mark.parametrize("workload", [autoshard.Workload(mode="training"), autoshard.Workload()])
-def test_a_statistic_of_all_rows_that_is_kept_is_refused(workload):
-    model, rows = nn.Sequential(Spread(), nn.Linear(16, 16)), torch.randn(8, 16)
-    devices = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
-    with pytest.raises(PlanError, match=r"0 \(Spread\) keeps what mixes its rows \(std in 0\)"):
-        planned(model, rows, devices, "pipeline", workload)
+    data = json.loads(planned(nothing, "pipeline")[2].to_json())
+    data["batch"] |= {"attributes": [], "kept": [], "tracked": [], "cached": ["0.tables"]}
+    assert autoshard.Plan.from_json(json.dumps(data)).batch is not None
+    data["batch"]["attributes"] = ["0.loss"]
+    with pytest.raises(PlanError, match="plan again"):
+        autoshard.Plan.from_json(json.dumps(data))

@@ -1,9 +1,17 @@
-"""One rank is killed, raises or is stopped: the others end in bounded time, with an error that names it."""
+"""One rank is killed, raises or is stopped: the others end in bounded time, with an error that names it.
+
+Torchrun itself starts this file as a program. It ends the other processes once one has: mostly they have said by then
+whom they lost, and else its own table does.
+"""
 
 import dataclasses
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,7 +24,8 @@ from autoshard.errors import AutoshardError
 from autoshard.plan import Mesh, Stage
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
-from tests.runtime.cut_models import cut_perceptron
+from tests.runtime.cut_models import columns
+from tests.scripts import ROOT
 from tests.torch_releases import sharded_replicas
 
 GROUP_SECONDS = 8.0
@@ -87,7 +96,7 @@ def made(kind):
         "sharded columns": Mesh(fsdp=2, tp=2),
     }[kind]
     plan = plan_of(model, [PATHS], 1, given, parts=1, mesh=mesh)
-    cuts = [dataclasses.replace(cut, blocks=tuple(PATHS)) for cut in cut_perceptron(2)] if mesh.tensor > 1 else []
+    cuts = [columns(24, 2, tuple(PATHS))] if mesh.tensor > 1 else []
     stages = [Stage(paths=(path,)) for path in PATHS] if mesh.sharded else []
     whole = None if kind == "columns" else mesh
     launched = {}
@@ -116,6 +125,7 @@ def lose(kind, lost, how, when, path):
         autoshard.apply(model, plan)
         step = _step_of(model, kind, given)
         step()
+        model.zero_grad()
         if dist.get_rank() == lost:
             TRAP["when"] = "forward" if when == "infer" else when
         begin = time.monotonic()
@@ -133,6 +143,8 @@ def lose(kind, lost, how, when, path):
             step()
             step()
     except AutoshardError as error:
+        unchanged = all(parameter.grad is None for parameter in model.parameters())
+        assert unchanged or not kind.startswith("stages"), "gradients of a step that was not finished"
         return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "nothing was raised", 0.0
 
@@ -176,37 +188,28 @@ WAYS, PHASES = ("kill", "raise", "stop"), ("before", "apply", "forward", "backwa
 USUAL = {
     ("columns", "stop", "apply"),
     ("mesh", "kill", "forward"),
+    ("stages 2", "kill", "backward"),
     ("stages 4", "stop", "backward"),
     ("sharded", "raise", "save"),
     ("replicas", "kill", "save"),
     ("sharded replicas", "kill", "backward"),
-    ("sharded columns", "stop", "backward"),
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "how", "when"),
-    [
-        pytest.param(
-            kind,
-            how,
-            when,
-            marks=[
-                *([] if (kind, how, when) in USUAL else [pytest.mark.slow]),
-                *([sharded_replicas] if "sharded" in kind or kind in ("replicas", "mesh") else []),
-            ],
-        )
-        for kind in SIZES
-        for how in WAYS
-        for when in PHASES
-    ],
-)
+def marks(kind, *case):
+    needs_shards = "sharded" in kind or kind in ("replicas", "mesh")
+    return [*([] if (kind, *case) in USUAL else [pytest.mark.slow]), *([sharded_replicas] if needs_shards else [])]
+
+
+EVERY = [(kind, how, when) for kind in SIZES for how in WAYS for when in PHASES]
+
+
+@pytest.mark.parametrize(("kind", "how", "when"), [pytest.param(*case, marks=marks(*case)) for case in EVERY])
 def test_others_end_and_name_it(kind, how, when, tmp_path):
     size = SIZES[kind]
     lost = size - 2 if size > 2 else 1
-    results = run_ranks(
-        lose, size, kind, lost, how, when, str(tmp_path / "saved"), lost=lost, group_seconds=GROUP_SECONDS
-    )
+    path = str(tmp_path / "saved")
+    results = run_ranks(lose, size, kind, lost, how, when, path, lost=lost, group_seconds=GROUP_SECONDS)
     for rank, result in enumerate(results):
         if rank != lost:
             message, seconds = result
@@ -214,3 +217,33 @@ def test_others_end_and_name_it(kind, how, when, tmp_path):
             named = f"rank {lost}" in message or f"ranks {lost}, " in message
             assert named and f"rank {lost} lost" not in message, (rank, message)
             assert seconds < 2 * GROUP_SECONDS + 8, (rank, message)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "when"),
+    [
+        *(("columns", when) for when in PHASES[1:]),
+        *((kind, when) for kind in ("replicas", "stages 2") for when in PHASES[2:4]),
+    ],
+)
+def test_all_end_and_name_it_under_torchrun(kind, how, when, tmp_path):
+    launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", __name__)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        (*launcher, kind, how, when, str(tmp_path / "saved")), capture_output=True, text=True, cwd=ROOT,
+        env=environment, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 1  # torchrun waits for half a minute for one that is stopped
+    told = re.search(r"rank 0 after (\S+) s: \w+Error: .*rank 1\b", done.stderr)
+    assert told or (how != "stop" and "rank      : 1 (local_rank: 1)" in done.stderr), done.stderr[-3000:]
+    assert told is None or float(told[1]) < 2 * GROUP_SECONDS + 8
+    assert "leaked" not in done.stderr and "terminate called" not in done.stderr, done.stderr[-3000:]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_SECONDS))
+    message, waited = lose(sys.argv[1], 1, *sys.argv[2:])
+    sys.exit(f"rank {dist.get_rank()} after {waited:.1f} s: {message}")

@@ -27,9 +27,7 @@ class Kept(nn.Module):
         return self.last(torch.cat([self.kept["first"], made], -1))
 
 
-@pytest.mark.parametrize(
-    "change", [lambda out: None, lambda out: 2 * out, lambda out: out.flip(-1), lambda out: out.T.T]
-)
+@pytest.mark.parametrize("change", [lambda out: 2 * out, lambda out: out.flip(-1)], ids=["doubled", "flipped"])
 def test_a_hook_that_keeps_or_changes_the_output_of_a_cut_layer(change):
     torch.manual_seed(0)
     model, x = Kept(change), torch.randn(3, 8)

@@ -1,14 +1,18 @@
-"""Plans as files: what is written comes back, and nothing else is read."""
+"""Plans as files, also those with cuts: what is written comes back, and nothing else is read."""
 
+import dataclasses
 import json
+import typing
 
+import numpy
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VERSION, Plan, PlanDevice
+from autoshard.plan.sharding import Action, Cut, Part, Results, Scale, Shard, Whole, coordinates_of, is_axis
 from autoshard.plan.workload import Workload
 
 NAMES = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=6)
@@ -19,32 +23,73 @@ JSON = st.recursive(
 )
 
 
-def example() -> Plan:
-    return Plan(
-        strategy="balanced",
-        objective="latency",
-        workload=Workload(batch_size=4, sequence_length=128, mode="training"),
-        devices=(
-            PlanDevice(name="cuda:0", memory_bytes=80 * 10**9, kind="H100-SXM"),
-            PlanDevice(name="cuda:1", memory_bytes=24 * 2**30, host="host1"),
-        ),
-        placements={"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1"},
-        aligned=("layers",),
-        written_back=("layers.1",),
-        reasons=("because of ‘unicode’ \U0001f600",),
-        fingerprint="ab" * 32,
-        pins={"embed": "cuda:0"},
-    )
+PLACED = Plan(
+    strategy="balanced",
+    objective="latency",
+    workload=Workload(batch_size=4, sequence_length=128, mode="training"),
+    devices=(
+        PlanDevice(name="cuda:0", memory_bytes=80 * 10**9, kind="H100-SXM"),
+        PlanDevice(name="cuda:1", memory_bytes=24 * 2**30, host="host1"),
+    ),
+    placements={"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1"},
+    aligned=("layers",),
+    written_back=("layers.1",),
+    reasons=("because of ‘unicode’ \U0001f600",),
+    fingerprint="ab" * 32,
+    pins={"embed": "cuda:0"},
+)
+HEADS = Cut(
+    blocks=("layers.0", "layers.1"),
+    size=8,
+    shares=(5, 3),
+    shards=(Shard(name="a.q.weight", dim=0, axis="(*8x4x64|*8x64|512)"), Shard(name="a.o.weight", dim=1, axis="*8x4")),
+    actions=(
+        Action(kind="reduce", module="a.o", function="linear", occurrence=0, addend="0.2"),
+        Action(kind="slice", module="a", argument="1.mask", dim=1, axis="*8"),
+    ),
+    scales=(Scale(module="a", attribute="config.count", value=32, local=(20, 12)),),
+    summed=("a.norm.weight",),
+    title="8 heads",
+    proof="on random weights",
+)
+PLAIN = Cut(blocks=("",), size=2, shares=(1, 1), shards=(Shard(name="table", dim=0, axis="*2"),))
+CUT = Plan(
+    strategy="column-parallel",
+    objective="latency",
+    workload=Workload(),
+    devices=(PlanDevice(name="cuda:0", memory_bytes=1), PlanDevice(name="cuda:1", memory_bytes=1)),
+    placements={"": "cuda:0"},
+    cuts=(HEADS, PLAIN),
+    whole=(Whole(blocks=("layers.0",), names=("a.r.weight",), reason="sort in layers.0.a mixes along it"),),
+    results=(Results(modules=("layers",), tensors=("0:3",), parts=(Part(path="1", dim=2, axis="*8x4", cut=0),)),),
+)
 
 
-def test_round_trip_in_text_and_file(tmp_path):
-    plan = example()
+@pytest.mark.parametrize("plan", [PLACED, CUT], ids=["placed", "cut"])
+def test_round_trip_in_text_and_file(plan, tmp_path):
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
-    assert list(Plan.load(tmp_path / "plan.json").device_map) == list(plan.placements)  # the order is kept
+    assert list(Plan.load(tmp_path / "plan.json").placements) == list(plan.placements)  # the order is kept
+
+
+def test_plans_without_cuts_look_as_before():
+    data = json.loads(PLACED.to_json())
+    assert "cuts" not in data and "whole" not in data
+    assert Plan.from_json(json.dumps(data | {"cuts": [], "whole": []})) == PLACED
+
+
+def test_fields_that_have_a_default_may_be_missing():
+    data = json.loads(CUT.to_json())
+    del data["cuts"][1]["scales"], data["cuts"][0]["actions"][0]["argument"]
+    assert Plan.from_json(json.dumps(data)) == CUT
+
+
+def test_no_device_map_says_what_is_cut():
+    with pytest.raises(PlanError, match="cuts parameters over 2 devices"):
+        _ = CUT.device_map
 
 
 @given(
@@ -75,63 +120,99 @@ def test_any_json_is_refused(data):
         Plan.from_json(json.dumps(data))
 
 
-@given(st.sampled_from(sorted(json.loads(example().to_json()))), JSON)
-def test_any_value_in_any_field_is_accepted_or_refused(name, value):
-    """Never another error, and what is accepted says the same when written again."""
-    data = json.loads(example().to_json())
-    data[name] = value
+def leaves(data, path=()):
+    """Paths of everything in a document."""
+    yield path
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
+    for key, item in items:
+        yield from leaves(item, (*path, key))
+
+
+def changed(plan, path, value):
+    """The data of a plan, of which one place has another value."""
+    data = json.loads(plan.to_json())
+    place = data
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    return data
+
+
+PLACES = [(PLACED, path) for path in leaves(json.loads(PLACED.to_json())) if path]
+PLACES += [(CUT, path) for part in ("cuts", "whole") for path in leaves(json.loads(CUT.to_json())[part], (part,))]
+
+
+@settings(max_examples=150)
+@given(st.sampled_from(PLACES), JSON)
+def test_any_value_anywhere_is_accepted_or_refused(place, value):
+    """Never another error, and what is accepted says the same when written and read again."""
+    data = changed(*place, value)
     try:
         plan = Plan.from_json(json.dumps(data))
     except PlanError as error:
         assert "\n" not in str(error) and len(str(error)) < 600
         return
-    assert json.loads(plan.to_json()) == json.loads(json.dumps(data))
+    assert Plan.from_json(plan.to_json()) == plan
+    assert place[0] is CUT or json.loads(plan.to_json()) == json.loads(json.dumps(data))
 
 
-@given(
-    st.sampled_from(["workload", "devices"]), st.sampled_from(["batch_size", "mode", "name", "memory_bytes", "x"]), JSON
-)
-def test_any_value_inside_is_accepted_or_refused(part, key, value):
-    data = json.loads(example().to_json())
-    (data[part] if part == "workload" else data[part][0])[key] = value
-    try:
-        plan = Plan.from_json(json.dumps(data))
-    except PlanError:
-        return
-    assert json.loads(plan.to_json()) == json.loads(json.dumps(data))
-
-
-@given(st.integers(0, len(example().to_json().rstrip()) - 1))
+@given(st.integers(0, len(PLACED.to_json().rstrip()) - 1))
 def test_every_cut_file_is_refused(length):
     with pytest.raises(PlanError):
-        Plan.from_json(example().to_json()[:length])
+        Plan.from_json(PLACED.to_json()[:length])
+
+
+FIRST = ("cuts", 0)
 
 
 @pytest.mark.parametrize(
-    "change, words",
+    ("plan", "path", "value", "words"),
     [
-        ({"version": PLAN_VERSION + 1}, "newer"),
-        ({"version": True}, "version"),
-        ({"surprise": 1}, "surprise"),
-        ({"placements": {}}, "empty"),
-        ({"placements": {"a": "cuda:0", "a.b": "cuda:1"}}, "overlap"),
-        ({"placements": {"": "cuda:0", "a": "cuda:1"}}, "overlap"),
-        ({"placements": {"a..b": "cuda:0"}}, "a..b"),
-        ({"placements": {"a": "cuda:9"}}, "cuda:9"),
-        ({"placements": {"a": ""}}, "'a'"),
-        ({"devices": []}, "devices"),
-        ({"num_microbatches": 0}, "num_microbatches"),
-        ({"format": "something"}, "not a plan"),
+        (PLACED, ("version",), PLAN_VERSION + 1, "newer"),
+        (PLACED, ("version",), True, "version"),
+        (PLACED, ("surprise",), 1, "surprise"),
+        (PLACED, ("placements",), {}, "empty"),
+        (PLACED, ("placements",), {"a": "cuda:0", "a.b": "cuda:1"}, "overlap"),
+        (PLACED, ("placements",), {"": "cuda:0", "a": "cuda:1"}, "overlap"),
+        (PLACED, ("placements",), {"a..b": "cuda:0"}, r"a\.\.b"),
+        (PLACED, ("placements",), {"a": "cuda:9"}, "cuda:9"),
+        (PLACED, ("placements",), {"a": ""}, "'a'"),
+        (PLACED, ("devices",), [], "devices"),
+        (PLACED, ("num_microbatches",), 0, "num_microbatches"),
+        (PLACED, ("format",), "something", "not a plan"),
+        (CUT, ("placements",), {"": "cuda:1"}, "as parameters are cut"),
+        (CUT, ("placements",), {"layers": "cuda:0", "table": "cuda:1"}, "as parameters are cut"),
+        (CUT, (*FIRST, "shares"), [5, 4], r"cuts\[0\]\.shares"),
+        (CUT, (*FIRST, "shares"), [8], "2 positive shares"),
+        (CUT, (*FIRST, "shares"), [8, 0], "2 positive shares"),
+        (CUT, (*FIRST, "shares", 0), True, r"shares\[0\].*integer"),
+        (CUT, (*FIRST, "shares", 0), 5.0, r"shares\[0\].*integer"),
+        (CUT, (*FIRST, "blocks"), [], "blocks"),
+        (CUT, (*FIRST, "blocks", 1), "layers.0", "different module paths"),
+        (CUT, (*FIRST, "size"), 1, "more than one"),
+        (CUT, (*FIRST, "shards"), [], "what is cut"),
+        (CUT, (*FIRST, "shards", 0, "axis"), "*4x64", r"\*8"),
+        (CUT, (*FIRST, "shards", 0, "dim"), -1, "dimension"),
+        (CUT, (*FIRST, "shards", 1, "name"), "a.q.weight", "nothing else cuts"),
+        (CUT, (*FIRST, "actions", 0, "kind"), "jump", "one of reduce"),
+        (CUT, (*FIRST, "actions", 1, "axis"), "8", "axis"),
+        (CUT, (*FIRST, "actions", 1, "surprise"), 1, "surprise"),
+        (CUT, (*FIRST, "scales", 0, "local"), [20], "2 numbers"),
+        (CUT, (*FIRST, "title"), None, "a string"),
+        (CUT, (*FIRST, "training"), 1, "true or false"),
+        (CUT, (*FIRST, "summed"), "a.norm.weight", "a list"),
+        (CUT, ("results", 0, "parts", 0, "cut"), 2, "one of the cuts"),
+        (CUT, ("results", 0, "parts", 0, "axis"), "*4", r"\*8 in it"),
+        (CUT, ("results", 0, "parts", 0, "dim"), -1, "from 0"),
     ],
 )
-def test_damage_is_named(change, words):
-    data = json.loads(example().to_json()) | change
-    with pytest.raises(PlanError, match=words.replace(".", r"\.")):
-        Plan.from_json(json.dumps(data))
+def test_damage_is_named(plan, path, value, words):
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(json.dumps(changed(plan, path, value)))
 
 
 def test_doubled_keys_and_missing_fields_are_refused():
-    text = example().to_json()
+    text = PLACED.to_json()
     with pytest.raises(PlanError, match="twice"):
         Plan.from_json(text.replace('"embed": "cuda:0",', '"embed": "cuda:0", "embed": "cuda:1",', 1))
     data = json.loads(text)
@@ -142,7 +223,7 @@ def test_doubled_keys_and_missing_fields_are_refused():
 
 def test_a_plan_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "plan.json"
-    example().save(path)
+    PLACED.save(path)
     before = path.read_text()
 
     def full(*_):
@@ -150,12 +231,48 @@ def test_a_plan_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.replace", full)
     with pytest.raises(SpecError, match="No space left"):
-        example().save(path)
+        PLACED.save(path)
     assert path.read_text() == before and [p.name for p in tmp_path.iterdir()] == ["plan.json"]
     with pytest.raises(SpecError, match="cannot write"):
-        example().save(tmp_path / "no" / "plan.json")
+        PLACED.save(tmp_path / "no" / "plan.json")
     with pytest.raises(PlanError, match="cannot read"):
         Plan.load(tmp_path / "none.json")
+
+
+AXES = st.recursive(
+    st.sampled_from(["1", "3", "64", "*8"]),
+    lambda inner: (
+        st.lists(inner, min_size=2, max_size=3).map("x".join)
+        | st.lists(inner, min_size=1, max_size=3).map(lambda parts: f"({'|'.join(parts)})")
+    ),
+    max_leaves=6,
+)
+
+
+@given(AXES | st.text("*x()|18", max_size=8))
+def test_what_is_an_axis_can_be_read(text):
+    if is_axis(text, 8):
+        coordinates = coordinates_of(text)
+        counts = [(coordinates == index).sum() for index in range(8)]
+        assert min(counts) == max(counts) > 0 and set(numpy.unique(coordinates)) <= set(range(-1, 8))
+
+
+@pytest.mark.parametrize("text", ["*8x*8", "(*8|2)x*8", "8", "", "*8x", "(*8", "*8)", "x*8", "*8x0", "*8x99999999999"])
+def test_what_is_no_axis(text):
+    assert not is_axis(text, 8)
+
+
+def test_every_field_is_read_by_its_type():
+    """A new kind of field needs a reader: it knows strings, numbers, booleans, literals, tuples and dataclasses."""
+    for kind in (Cut, Shard, Action, Scale, Whole, Results, Part):
+        for name, hint in typing.get_type_hints(kind).items():
+            while typing.get_origin(hint) is tuple:
+                assert typing.get_args(hint)[1] is Ellipsis
+                hint = typing.get_args(hint)[0]
+            known = (
+                hint in (str, int, bool) or typing.get_origin(hint) is typing.Literal or dataclasses.is_dataclass(hint)
+            )
+            assert known, f"{kind.__name__}.{name}: {hint}"
 
 
 def test_device_maps_as_people_write_them():

@@ -13,13 +13,12 @@ import autoshard
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.runtime import sharded as sharded_replicas
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.departed import Peers
 from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
 from tests import torch_releases
 from tests.hooks import is_hooked
-from tests.ranks import run_ranks
+from tests.ranks import run_jobs, run_ranks
 from tests.runtime.test_lost_ranks import made
 
 
@@ -51,52 +50,6 @@ def stages():
     group = pipeline_record(twin)
     autoshard.remove(twin)
     assert not group.made.groups
-
-
-def test_a_step_that_one_rank_can_not_do():
-    run_ranks(stages, 2)
-
-
-def cut_replicas():
-    """The groups of a mesh are destroyed with the model that uses them."""
-    model, plan, given = made("mesh")
-    autoshard.apply(model, plan)
-    record = replica_record(model)
-    model(**given)["loss"].backward()
-    assert record.made.groups
-    group = record.replicas.group
-    autoshard.remove(model)
-    assert not record.made.groups and group not in dist.distributed_c10d._world.pg_map
-
-
-@torch_releases.sharded_replicas
-def test_groups_end_with_the_model():
-    run_ranks(cut_replicas, 4)
-
-
-def columns():
-    """The norm of two models; `state_dict()` is for all ranks: one that is alone waits as long as the group says."""
-    model, plan, given = made("columns")
-    alone, other = copy.deepcopy(model), copy.deepcopy(model)
-    autoshard.apply(model, plan)
-    autoshard.apply(other, plan)
-    norms = []  # two models under one optimizer
-    for ones in ((model, other), (alone, copy.deepcopy(alone))):
-        for factor, one in enumerate(ones, start=1):
-            (factor * one(**given)["loss"]).backward()
-        norms.append(autoshard.clip_grad_norm_([each for one in ones for each in one.parameters()], 0.1))
-    assert torch.allclose(*norms)
-    whole = model.state_dict()
-    assert whole["blocks.0.up.weight"].shape == (24, 8)
-    if dist.get_rank() == 1:
-        time.sleep(8)
-        return
-    with pytest.raises(RankError, match=r"lost rank 1 in 5 s: .*call it on all ranks"):
-        model.state_dict()
-
-
-def test_two_models_are_clipped_and_their_state_is_asked_for_by_all():
-    run_ranks(columns, 2, group_seconds=5.0)
 
 
 class Either(nn.Module):
@@ -138,24 +91,6 @@ def sharded(path):
         model(torch.ones(2, 8) * (1 - 2 * dist.get_rank()))
 
 
-@torch_releases.sharded_replicas
-def test_sharded_blocks_are_the_same_on_all_ranks(tmp_path):
-    run_ranks(sharded, 2, tmp_path / "last")
-
-
-def refused():
-    model, plan, _ = made("sharded")
-    before = dict(model.named_parameters())
-    with pytest.raises(ApplyError, match=r"can't exchange gradients that only some ranks have.* Update torch"):
-        autoshard.apply(model, plan)
-    assert all(one is before[name] for name, one in model.named_parameters())
-
-
-@pytest.mark.skipif(torch_releases.SHARDS_REPLICAS, reason="this torch can shard replicas")
-def test_an_old_torch_refuses_sharded_replicas():
-    run_ranks(refused, 2)
-
-
 def half_sharded():
     """Where one rank fails while blocks are sharded, all have the model as it was, and can apply a plan to it."""
     model, plan, given = made("sharded")
@@ -182,11 +117,6 @@ def half_sharded():
     assert all(one is before[name] for name, one in model.named_parameters())
 
 
-@torch_releases.sharded_replicas
-def test_a_model_that_is_half_sharded_is_put_together_again():
-    run_ranks(half_sharded, 2)
-
-
 def own_norm():
     """A norm that is one of a rank's parts: ranks scale what they have whole by other numbers."""
     model, plan, given = made("columns")
@@ -206,8 +136,50 @@ def _step_with_own_norm(model, given):
         optimizer.step()
 
 
-def test_a_norm_of_parts_is_noticed():
-    run_ranks(own_norm, 2)
+def test_two_ranks(tmp_path):
+    """In one launch: steps that one rank can't do, blocks that only some run, half of an apply, a norm of parts."""
+    jobs = {"stages": (stages,), "own norm": (own_norm,)}
+    if torch_releases.SHARDS_REPLICAS:
+        jobs |= {"sharded": (sharded, tmp_path / "last"), "half sharded": (half_sharded,)}
+    else:
+        jobs["refused"] = (refused,)
+    run_ranks(run_jobs, 2, jobs)
+
+
+def refused():
+    model, plan, _ = made("sharded")
+    before = dict(model.named_parameters())
+    with pytest.raises(ApplyError, match=r"can't exchange gradients that only some ranks have.* Update torch"):
+        autoshard.apply(model, plan)
+    assert all(one is before[name] for name, one in model.named_parameters())
+
+
+def columns():
+    """The norm of two models; `state_dict()` is for all ranks: one that is alone waits as long as the group says."""
+    model, plan, given = made("columns")
+    alone, other = copy.deepcopy(model), copy.deepcopy(model)
+    autoshard.apply(model, plan)
+    autoshard.apply(other, plan)
+    norms = []  # two models under one optimizer
+    for ones in ((model, other), (alone, copy.deepcopy(alone))):
+        for factor, one in enumerate(ones, start=1):
+            (factor * one(**given)["loss"]).backward()
+        norms.append(autoshard.clip_grad_norm_([each for one in ones for each in one.parameters()], 0.1))
+    assert torch.allclose(*norms)
+    whole = model.state_dict()
+    assert whole["blocks.0.up.weight"].shape == (24, 8)
+    if dist.get_rank() == 1:
+        time.sleep(8)
+        return
+    with pytest.raises(RankError, match=r"lost rank 1 in 5 s: .*call it on all ranks"):
+        model.state_dict()
+
+
+def test_two_models_are_clipped_and_their_state_is_asked_for_by_all():
+    run_ranks(columns, 2, group_seconds=5.0)
+
+
+def test_a_norm_of_parts_is_noticed_in_one_process():
     model, plan, given = made("columns")
     devices = [dataclasses.replace(device, name=f"cpu:{rank}") for rank, device in enumerate(plan.devices)]
     with autoshard.simulate("2x1GiB"):

@@ -10,7 +10,6 @@ import autoshard
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.runtime.outsiders import Dense
-from tests.ranks import run_ranks
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
@@ -18,12 +17,8 @@ DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 class Attention(nn.Module):
     def __init__(self):
         super().__init__()
-        self.mix, self.out, self.up, self.down = (
-            nn.Linear(16, 48),
-            nn.Linear(16, 16),
-            nn.Linear(16, 64),
-            nn.Linear(64, 16),
-        )
+        self.mix, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
 
     def forward(self, x, keep=False):
         q, k, v = self.mix(x).unflatten(-1, (3, 4, 4)).permute(2, 0, 3, 1, 4)
@@ -94,28 +89,21 @@ def check_asked():
 
 
 def test_what_was_not_planned_is_compared():
+    """Between processes: `test_cuts.test_two_ranks`."""
     check_asked()
-
-
-def test_what_was_not_planned_is_compared_between_processes():
-    run_ranks(check_asked, 2)
 
 
 def test_what_was_planned_is_whole():
     torch.manual_seed(0)
     model, x = Model(), torch.randn(2, 6, 16)
-    whole = copy.deepcopy(model)
-    autoshard.apply(model, planned(model, maps=True))
+    whole, plan = copy.deepcopy(model), planned(model, maps=True)
+    wrong = autoshard.Plan.from_json(plan.to_json().replace('"inner"', '"outer"'))
+    with pytest.raises(PlanError, match="knows what 'outer' gives"):
+        autoshard.apply(model, wrong)
+    assert model.head.weight.shape == (8, 32) and not model._forward_hooks
+    autoshard.apply(model, plan)
     torch.testing.assert_close(model(x, maps=True), whole(x, maps=True), rtol=1e-5, atol=1e-5)
     assert model(x)["out"].shape == (2, 6, 8)
-
-
-def test_a_plan_for_other_modules_is_refused():
-    model = Model()
-    text = planned(model).to_json().replace('"inner"', '"outer"')
-    with pytest.raises(PlanError, match="knows what 'outer' gives"):
-        autoshard.apply(model, autoshard.Plan.from_json(text))
-    assert model.head.weight.shape == (8, 32) and not model._forward_hooks
 
 
 def test_padding_masks_that_were_not_planned():
@@ -130,17 +118,13 @@ def test_padding_masks_that_were_not_planned():
         Dense()(nn.Linear(8, 8), (torch.nested.nested_tensor([x[0], x[1, :2]]),))
 
 
-class Packed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide, self.over = nn.Linear(4, 8), nn.GRU(8, 8, batch_first=True)
-
+class Packed(nn.GRU):
     def forward(self, x, lengths):
-        packed = nn.utils.rnn.pack_padded_sequence(self.wide(x), lengths, batch_first=True, enforce_sorted=False)
-        return nn.utils.rnn.pad_packed_sequence(self.over(packed)[0], batch_first=True)[0]
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return nn.utils.rnn.pad_packed_sequence(super().forward(packed)[0], batch_first=True)[0]
 
 
 def test_packed_sequences_take_a_process_per_rank():
-    inputs = {"x": torch.randn(2, 3, 4), "lengths": torch.tensor([2, 3])}
+    inputs = {"x": torch.randn(2, 3, 8), "lengths": torch.tensor([2, 3])}
     with pytest.raises(PlanError, match=r"packs sequences.*torchrun"):
-        autoshard.plan(Packed(), DEVICES, inputs=inputs, strategy="column-parallel")
+        autoshard.plan(Packed(8, 8, batch_first=True), DEVICES, inputs=inputs, strategy="column-parallel")

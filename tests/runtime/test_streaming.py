@@ -23,7 +23,6 @@ from autoshard.runtime.pinned import pin
 from autoshard.runtime.prefetcher import Carrier
 from autoshard.runtime.streaming import Streams, hook_streams
 from autoshard.strategies.streamable import divisions
-from autoshard.torch_private import is_storage_shared
 from tests.hooks import is_hooked
 from tests.models.hf import HF_CASES
 
@@ -117,43 +116,25 @@ def test_same_bits_as_in_memory_and_full_reversal(streamed, mode):
     assert torch.equal(model(rows()), original(rows()))
 
 
-def test_two_modules_are_on_the_device_at_a_time():
-    model = net()
+@pytest.mark.parametrize("autocast", [False, True])
+def test_two_modules_are_on_the_device_at_a_time(autocast):
+    """There is no room for three, nor for what torch casts of all parameters until the outermost autocast ends."""
+    model, original = net(), net()
     block, rest = parameter_bytes(model.blocks[0]), parameter_bytes(model.first) + parameter_bytes(model.last)
-    buffers, activations = 5 * WIDTH * 4, 3 * 2 * WIDTH * 4 * 4
-    with autoshard.simulate("1x16MiB") as devices, torch.no_grad():
+    rest += 5 * WIDTH * 4  # buffers
+    room = rest + 2 * block * (3 if autocast else 2) // 2 + 8 * 1024  # with halves in bfloat16
+    with autoshard.simulate({"cpu:0": room}) as devices, torch.no_grad(), bfloat16(autocast):
         apply_plan(model, streaming(model, "cpu:0", "cpu"))
-        assert devices.memory("cpu:0")[0] == rest + buffers
         for _ in range(3):
-            model(rows())
+            assert torch.equal(model(rows()), original(rows()))
             live, peak = devices.memory("cpu:0")
-            assert live == rest + buffers
-            assert rest + buffers + 2 * block < peak <= rest + buffers + 2 * block + activations
+            assert autocast or (live == rest and rest + 2 * block < peak)
         remove(model)
-        assert devices.memory("cpu:0")[0] == 0
+        assert autocast or devices.memory("cpu:0")[0] == 0
 
 
-def test_only_the_planned_room_is_needed():
-    """A device with room for two blocks and the activations, not for three blocks."""
-    model, original = net(), net()
-    room = parameter_bytes(model.first) + parameter_bytes(model.last) + 5 * WIDTH * 4 + 8 * 1024
-    room += 2 * parameter_bytes(model.blocks[0])
-    with autoshard.simulate({"cpu:0": room}), torch.no_grad():
-        apply_plan(model, streaming(model, "cpu:0", "cpu"))
-        for _ in range(2):
-            assert torch.equal(model(rows()), original(rows()))
-
-
-def test_autocast_keeps_no_copy_of_what_has_gone():
-    """Torch holds every parameter that it has cast until the outermost autocast ends: all of the model, in time."""
-    model, original = net(), net()
-    room = parameter_bytes(model.first) + parameter_bytes(model.last) + 5 * WIDTH * 4 + 8 * 1024
-    room += 2 * parameter_bytes(model.blocks[0]) * 3 // 2  # with its halves in bfloat16
-    with autoshard.simulate({"cpu:0": room}), torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        apply_plan(model, streaming(model, "cpu:0", "cpu"))
-        for _ in range(2):
-            assert torch.equal(model(rows()), original(rows()))
-        remove(model)
+def bfloat16(enabled):
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
 
 
 def test_nothing_is_copied_where_the_cpu_computes_from_disk(tmp_path):
@@ -213,92 +194,79 @@ def test_writes_between_runs_are_seen(streamed):
         assert torch.equal(model(rows()), original(rows()))
 
 
-def test_what_a_forward_writes_to_its_parameters_is_kept():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(4))
+class Counting(nn.Module):
+    """Writes to its parameter."""
 
-        def forward(self, x):
-            with torch.no_grad():
-                self.weight.add_(1)
-            return x * self.weight
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
 
-    model = nn.Sequential(Counting(), Counting())
-    with autoshard.simulate("1x1MiB"), torch.no_grad():
-        apply_plan(model, streaming(model, "cpu:0", "cpu", ["0", "1"]))
-        assert model(torch.ones(4)).tolist() == [4.0] * 4
-        assert model(torch.ones(4)).tolist() == [9.0] * 4
-    assert model[0].weight.tolist() == [3.0] * 4
+    def forward(self, x):
+        self.weight.add_(1)
+        return x * self.weight
 
 
-def test_recurrent_layers_keep_their_flat_weights():
-    """They hold their parameters in a list of their own."""
+class Position(nn.Module):
+    """Keeps a view of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.kept = nn.Parameter(torch.randn(6, 8)), None
+
+    def forward(self, x):
+        self.kept = self.weight[: len(x)]
+        return x + self.kept
+
+
+class Recurrent(nn.LSTM):
+    """Holds its parameters in a list of its own."""
+
+    def __init__(self):
+        super().__init__(8, 8, num_layers=2, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x[None])[0][0]
+
+
+@pytest.mark.parametrize("kind", [Counting, Position, Recurrent])
+def test_what_modules_do_with_their_parameters(kind):
     torch.manual_seed(0)
-    original = nn.LSTM(8, 8, num_layers=2, batch_first=True)
-    model = copy.deepcopy(original)
-    other = rows()[None]
-    with autoshard.simulate("1x1MiB"), torch.no_grad():
-        wrapped = nn.Sequential(model)
-        apply_plan(wrapped, streaming(wrapped, "cpu:0", "cpu", ["0"]))
-        for _ in range(2):
-            assert torch.equal(wrapped(other)[0], original(other)[0])
-
-
-def test_views_of_parameters_that_are_returned_stay_what_they_are():
-    class Position(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(6, 4))
-
-        def forward(self, x):
-            self.kept = self.weight[: len(x)]
-            return x + self.kept
-
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Position() for _ in range(4)))
+    model = nn.Sequential(*(kind() for _ in range(4)))
     original = copy.deepcopy(model)
     with autoshard.simulate("1x1MiB"), torch.no_grad():
         apply_plan(model, streaming(model, "cpu:0", "cpu", ["0", "1", "2", "3"]))
-        assert torch.equal(model(torch.ones(3, 4)), original(torch.ones(3, 4)))
-        for ours, theirs in zip(model, original, strict=True):
-            assert torch.equal(ours.kept.cpu(), theirs.kept)
+        for seed in range(2):
+            assert torch.equal(model(rows(seed)), original(rows(seed)))
+            for ours, theirs in zip(model, original, strict=True):
+                assert kind is not Position or torch.equal(ours.kept.cpu(), theirs.kept)
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(model.parameters(), original.parameters(), strict=True)
+    )
 
 
-def test_an_error_in_the_forward_leaves_everything_home(streamed):
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_after_an_error_in_the_forward_everything_is_home(streamed, error):
+    """After an interrupt at the next run: torch runs no hooks then."""
     model, original = streamed
 
     def fail(module, args):
-        raise ValueError("on purpose")
+        raise error("on purpose")
 
     handle = model.blocks[2].down.register_forward_pre_hook(fail)
-    with pytest.raises(ValueError, match="on purpose"):
-        model(rows())
-    handle.remove()
-    assert all(parameter.device == torch.device("cpu") for parameter in model.blocks.parameters())
-    assert torch.equal(model(rows()), original(rows()))
-
-
-def test_an_interrupt_is_made_good_at_the_next_run(streamed):
-    model, original = streamed
-
-    def interrupt(module, args):
-        raise KeyboardInterrupt
-
-    handle = model.blocks[2].down.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error, match="on purpose"):
         model(rows())
     handle.remove()
     assert torch.equal(model.blocks[2].up.weight.cpu(), original.blocks[2].up.weight)
+    home = all(parameter.device == torch.device("cpu") for parameter in model.blocks.parameters())
+    assert home or error is KeyboardInterrupt
     assert torch.equal(model(rows()), original(rows()))
     remove(model)
     assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
 def test_several_threads(tmp_path):
-    model, original = on_disk(net(), tmp_path), net()
+    model, original, found = on_disk(net(), tmp_path), net(), {}
     apply_plan(model, streaming(model, "cpu", "disk"))
-    found = {}
 
     def run(seed):
         with torch.no_grad():
@@ -337,14 +305,6 @@ def test_the_model_is_freed_without_the_garbage_collector():
             gc.enable()
 
 
-def test_gradients_are_refused_where_copies_are_gone():
-    model = net()
-    with autoshard.simulate("1x16MiB"):
-        apply_plan(model, streaming(model, "cpu:0", "cpu"))
-        with pytest.raises(ApplyError, match=r"no gradients through 'blocks.4'"):
-            model(rows()).sum().backward()
-
-
 def test_gradients_from_disk_on_the_cpu_are_right(tmp_path):
     """Nothing is copied there, so there is nothing to refuse; what an optimizer writes stays in this process."""
     model, original = on_disk(net(), tmp_path), net()
@@ -378,18 +338,16 @@ def test_refusals(tmp_path):
         training = streaming(model, "cpu:0", "cpu", workload=autoshard.Workload(mode="training"))
         with pytest.raises(PlanError, match="this plan is for training"):
             apply_plan(model, training)
+        halves = Cut(blocks=("blocks.0",), size=128, shares=(64, 64), shards=())
+        with pytest.raises(PlanError, match="can't be done at once"):
+            autoshard.apply(model, dataclasses.replace(streaming(model, "cpu:0", "cpu"), cuts=(halves,)))
         moved = apply_plan(net(), streaming(model, "cpu:0", "cpu"))
+        with pytest.raises(ApplyError, match=r"no gradients through 'blocks.4'"):
+            moved(rows()).sum().backward()
         moved.blocks[0].to("cpu:1")
         with pytest.raises(ApplyError, match=r"moved after autoshard\.apply"):
             moved(rows())
     assert not is_applied(model) and not is_hooked(model)
-
-
-def test_cuts_and_streams_in_one_plan_are_refused():
-    plan = streaming(net(), "cpu:0", "cpu")
-    cut = Cut(blocks=("blocks.0",), size=128, shares=(64, 64), shards=())
-    with autoshard.simulate("2x1MiB"), pytest.raises(PlanError, match="can't be done at once"):
-        autoshard.apply(net(), dataclasses.replace(plan, cuts=(cut,)))
 
 
 def test_a_file_that_changes_under_a_model_is_noticed(tmp_path):
@@ -427,15 +385,6 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
     streams.close()
 
 
-def test_the_private_count_of_who_holds_a_storage():
-    tensor = torch.zeros(4)
-    assert not is_storage_shared(tensor)
-    view = tensor[1:]
-    assert is_storage_shared(tensor) and is_storage_shared(view)
-    del view
-    assert not is_storage_shared(tensor)
-
-
 def test_copies_larger_than_the_staging_buffers(monkeypatch):
     monkeypatch.setattr("autoshard.runtime.pinned.BUFFER_BYTES", 1000)
     carrier = Carrier(torch.device("cpu"), by_stream=True)
@@ -446,33 +395,31 @@ def test_copies_larger_than_the_staging_buffers(monkeypatch):
         torch.empty(0, 4),
         torch.randn(700).half(),
     ]
-    copies = carrier.take(carrier.begin(homes))
-    assert all((torch.equal(copy, home) and copy.data_ptr() != home.data_ptr()) or not home.numel()
-               for copy, home in zip(copies, homes, strict=True))  # fmt: skip
+    for made, home in zip(carrier.take(carrier.begin(homes)), homes, strict=True):
+        assert (torch.equal(made, home) and made.data_ptr() != home.data_ptr()) or not home.numel()
 
 
 def test_locked_slabs_hold_the_same_values_and_are_unlocked_with_the_last_of_them(monkeypatch):
     monkeypatch.setattr("autoshard.runtime.pinned.SLAB_BYTES", 40_000)
-    model, original = net(), net()
-    locked = {}
+    model, original, locked = net(), net(), {}
 
     def lock(address, nbytes):
         locked[address] = nbytes
         return lambda: locked.pop(address)
 
-    model.blocks[3].up.weight = model.blocks[2].up.weight  # one object, moved once
-    original.blocks[3].up.weight = original.blocks[2].up.weight
+    for one in (model, original):
+        one.blocks[3].up.weight = one.blocks[2].up.weight  # one object, moved once
     pin([parameter for module in model.modules() for parameter in module.parameters()], lock)
     assert len(locked) > 3 and sum(locked.values()) <= parameter_bytes(original) + 64 * 24
     assert torch.equal(model(rows()), original(rows()))
     assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 23
     assert all(parameter.data_ptr() % 64 == 0 for parameter in model.parameters())
-    del model
+    del model, one
     gc.collect()
     assert not locked
 
 
-GENERATING = [case for case in HF_CASES if case.name in ("llama-tied", "deepseek-v3", "mamba", "t5", "llava")]
+GENERATING = [case for case in HF_CASES if case.name in ("llama-tied", "deepseek-v3", "t5")]
 
 
 @pytest.mark.parametrize("case", GENERATING, ids=lambda case: case.name)

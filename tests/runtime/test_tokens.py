@@ -3,31 +3,19 @@
 import copy
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError
-from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
-from tests.ranks import run_ranks
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime.test_launched import completed, devices_of
 from tests.torch_releases import sharded_replicas
 
 WIDTH, TOKENS, SAMPLES = 16, 6, 2
-
-
-class Shifted(nn.Module):
-    """A norm whose weight is one plus its parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH) / 4)
-
-    def forward(self, x):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * (1 + self.weight)
 
 
 class Attention(nn.Module):
@@ -51,11 +39,9 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    norm = nn.LayerNorm
-
     def __init__(self):
         super().__init__()
-        self.first, self.second = (Shifted() if self.norm is Shifted else self.norm(WIDTH) for _ in range(2))
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.attention, self.mlp = Attention(), Mlp()
 
     def forward(self, x, bias):
@@ -63,21 +49,10 @@ class Block(nn.Module):
         return x + self.mlp(self.second(x))
 
 
-class ShiftedNorms(Block):
-    norm = Shifted
-
-
 class NormsBehind(Block):
     def forward(self, x, bias):
         x = self.first(x + self.attention(x))
         return self.second(x + self.mlp(x))
-
-
-class InPlace(Block):
-    def forward(self, x, bias):
-        made = self.mlp(self.second(x))
-        made += self.attention(self.first(x))
-        return x + made
 
 
 class Mixing(Block):
@@ -124,21 +99,21 @@ class Net(nn.Module):
         return self.head(x)
 
 
-KINDS = {kind.__name__: kind for kind in (Block, ShiftedNorms, NormsBehind, InPlace, Mixing, Dropping, Flat, Counting)}
 IDS = torch.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS) % 24
 
 
-def made(name):
+def made(kind):
     torch.manual_seed(0)
-    return Net(KINDS[name])
+    return Net(kind)
 
 
-def plan_of(name, mesh="tp=2", devices=2):
+def plan_of(kind):
+    """With where to cut, which is found once here and not by every process."""
     plan = autoshard.plan(
-        made(name), {f"cpu:{index}": "8GiB" for index in range(devices)}, inputs={"ids": IDS}, launch="processes",
-        mesh=mesh, precision="full", workload=Workload(mode="training", batch_size=SAMPLES),
+        made(kind), devices_of(2), inputs={"ids": IDS}, launch="processes", mesh="tp=2", precision="full",
+        workload=Workload(mode="training", batch_size=SAMPLES),
     )  # fmt: skip
-    return plan.to_json()
+    return completed(plan.to_json(), made(kind), {"ids": IDS})
 
 
 def step(model, ids):
@@ -148,12 +123,11 @@ def step(model, ids):
     return out.detach(), {name: one.grad for name, one in model.named_parameters()}
 
 
-def compared(text):
-    """Errors of a step, and the kinds of actions, of one plan on this rank."""
-    name, text = text
-    model = made(name)
+def compared(kind, plan):
+    """Errors of a step, how often each kind of action is in the plan, and what is said of a length in training."""
+    model = made(kind)
     expected = step(copy.deepcopy(model), IDS)
-    autoshard.apply(model, Plan.from_json(text), inputs={"ids": IDS})
+    autoshard.apply(model, plan)
     record = cut_record(model)
     kinds = [action.kind for cut in record.cuts for action in cut.actions]
     out, gradients = step(model, IDS)
@@ -161,53 +135,38 @@ def compared(text):
         float((whole_tensor(gradients[key], key, record) - one).abs().max() / one.abs().max().clamp(min=1e-6))
         for key, one in expected[1].items() if one is not None and ".k.bias" not in key  # those are 0 but for rounding
     ]  # fmt: skip
+    said = ""
+    try:
+        model(IDS[:, :5])
+    except ApplyError as error:
+        said = str(error)
     with torch.no_grad():
-        odd, whole = model.eval()(IDS[:, :5]), made(name).eval()(IDS[:, :5])
-    return {
-        "output": float((out - expected[0]).abs().max()), "gradients": max(errors), "kinds": kinds,
-        "odd": float((odd - whole).abs().max()),
-    }  # fmt: skip
+        odd, whole = model.eval()(IDS[:, :5]), made(kind).eval()(IDS[:, :5])
+    counts = tuple(kinds.count(one) for one in ("scatter", "collect", "divide", "whole", "join"))
+    return max(float((out - expected[0]).abs().max()), *errors, float((odd - whole).abs().max())), counts, said
 
 
 EXPECTED = {
-    "Block": {"scatter": 2, "collect": 2, "divide": 1, "join": 1},
-    "ShiftedNorms": {"scatter": 2, "collect": 2, "divide": 1, "join": 1},
-    "NormsBehind": {"scatter": 2, "collect": 2, "divide": 1, "join": 1},
-    "InPlace": {"scatter": 2, "collect": 2, "divide": 1, "join": 1},
-    "Mixing": {"scatter": 2, "collect": 2, "divide": 2, "whole": 1, "join": 1},
-    "Dropping": {"scatter": 2, "collect": 2, "divide": 2, "whole": 1, "join": 1},
-    "Flat": {"scatter": 1, "collect": 1, "divide": 2, "whole": 1, "join": 1},
-    "Counting": {"scatter": 0, "collect": 0, "divide": 0, "join": 0},
+    Block: (2, 2, 1, 0, 1),
+    NormsBehind: (2, 2, 1, 0, 1),
+    Mixing: (2, 2, 2, 1, 1),
+    Dropping: (2, 2, 2, 1, 1),
+    Flat: (1, 1, 2, 1, 1),
+    Counting: (0, 0, 0, 0, 0),
+    "whole": (0, 0, 0, 0, 0),
 }
 
 
 @sharded_replicas
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one in ("Block", "Mixing", "Flat") else pytest.mark.slow) for one in KINDS]
-)
-def test_steps_are_those_of_one_process(name):
+def test_steps_are_those_of_one_process():
     """Sums in another order: 1e-5 in float32. Lengths that can't be divided are for evaluation."""
-    found = run_ranks(compared, 2, (name, plan_of(name)))
-    for rank in found:
-        kinds = {kind: rank["kinds"].count(kind) for kind in EXPECTED[name]}
-        assert kinds == EXPECTED[name]
-        assert rank["output"] < 1e-5 and rank["gradients"] < 1e-5 and rank["odd"] < 1e-5
-
-
-def with_odd_length(text):
-    model = made("Block")
-    autoshard.apply(model, Plan.from_json(text), inputs={"ids": IDS})
-    try:
-        model(IDS[:, :5])
-    except ApplyError as error:
-        return str(error)
-    return ""
-
-
-@sharded_replicas
-def test_steps_of_lengths_that_ranks_cannot_divide_are_refused():
-    text = plan_of("Block")
-    (said, _) = run_ranks(with_odd_length, 2, text)
-    assert "has 5 tokens, which 2 ranks can't divide" in said and "sequence_parallel=False" in said
-    whole = replace(Plan.from_json(text), sequence_parallel=False)
-    assert run_ranks(with_odd_length, 2, whole.to_json()) == ["", ""]
+    plans = {kind: plan_of(kind) for kind in EXPECTED if kind != "whole"}
+    undivided = replace(plans[Block], sequence_parallel=False, cuts=())
+    plans["whole"] = completed(undivided.to_json(), made(Block), {"ids": IDS})
+    jobs = {kind: (compared, Block if kind == "whole" else kind, plan) for kind, plan in plans.items()}
+    for found in run_ranks(run_jobs, 2, jobs):
+        for kind, (error, counts, said) in found.items():
+            assert error < 1e-5 and counts == EXPECTED[kind], (kind, error, counts)
+            if kind is Block:
+                assert "has 5 tokens, which 2 ranks can't divide" in said and "sequence_parallel=False" in said
+            assert (said == "") == (not any(counts)), (kind, said)

@@ -69,18 +69,15 @@ def test_out_of_memory():
             kept + filling[:100]
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("foreach", [False, True])
-def test_a_training_step_leaves_no_garbage(optimizer, foreach):
+def test_a_training_step_leaves_no_garbage(foreach):
     gc.disable()
     try:
         with simulate("1MiB") as devices:
-            model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 8)).to(
-                "cpu:0"
-            )
+            model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.LayerNorm(8), nn.GELU()).to("cpu:0")
             weights = devices.memory("cpu:0")[0]
             assert weights == sum(p.nbytes for p in model.parameters())
-            update = optimizer(model.parameters(), lr=0.1, foreach=foreach)
+            update = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=foreach)
             for _ in range(2):
                 model(torch.ones(4, 8, device="cpu:0")).square().sum().backward()
                 update.step()

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoshard.nested import map_tensors, tensors_in
+from autoshard.nested import tensors_in
 from autoshard.simulate import simulate
-from tests.models import by_name
 
 R = torch.randn
 
@@ -52,26 +51,13 @@ def _random(_: Any, x: torch.Tensor) -> tuple:
         torch.randn(3, device=x.device),
         torch.randperm(5, device=x.device),
     )
-    return (
-        *new,
-        torch.rand_like(x),
-        torch.bernoulli(x.sigmoid()),
-        F.dropout(x, 0.4),
-        F.gumbel_softmax(x),
-        x.clone().normal_(),
-    )
+    return *new, torch.rand_like(x), torch.bernoulli(x.sigmoid()), F.dropout(x, 0.4), x.clone().normal_()
 
 
 def _spectrum(_: Any, a: torch.Tensor) -> tuple:
     f = torch.fft.fft(a)
     rotated = torch.view_as_complex(a.reshape(4, 8, 2)) * torch.polar(a[:, :8].abs(), a[:, 8:])
-    return (
-        torch.fft.irfft(torch.fft.rfft(a) * 2),
-        f.abs(),
-        f.conj().imag,
-        (f.conj() @ f.conj().T).real,
-        torch.view_as_real(rotated),
-    )
+    return f.abs(), f.conj().imag, (f.conj() @ f.conj().T).real, torch.view_as_real(rotated)
 
 
 class _Cube(torch.autograd.Function):
@@ -113,7 +99,6 @@ _RAGGED = torch.tensor([[0, 0, 0, 1, 1], [0, 0, 0, 0, 0]]).bool()
 
 CASES: dict[str, tuple[Callable | None, Callable, Callable]] = {
     "linear": (lambda: nn.Linear(8, 6), lambda: [R(2, 3, 8)], _call),
-    "linear-transposed": (lambda: nn.Linear(8, 6), lambda: [R(3, 2, 8).transpose(0, 1)], _call),
     "conv": (lambda: nn.Conv2d(3, 8, 3, stride=2, padding=1), lambda: [R(2, 3, 17, 17)], _call),
     "conv-channels-last": (
         lambda: nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last),
@@ -123,16 +108,12 @@ CASES: dict[str, tuple[Callable | None, Callable, Callable]] = {
     "conv-depthwise": (lambda: nn.Conv1d(16, 16, 3, groups=16), lambda: [R(1, 16, 32)], _call),
     "conv-transposed": (lambda: nn.ConvTranspose2d(3, 5, 3, 2), lambda: [R(2, 3, 9, 9)], _call),
     "norms-train": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.GroupNorm(2, 4)), lambda: [R(3, 4, 5, 5)], _call),
-    "norms-eval": (lambda: nn.Sequential(nn.BatchNorm2d(4), nn.LayerNorm(5)).eval(), lambda: [R(3, 4, 5, 5)], _call),
     "embedding": (lambda: nn.Embedding(10, 4, padding_idx=1), lambda: [torch.tensor([[1, 2], [3, 1]])], _call),
     "lstm": (lambda: nn.LSTM(6, 5, num_layers=2, bidirectional=True, dropout=0.2), lambda: [R(4, 3, 6)], _call),
-    "lstm-no-grad": (lambda: nn.LSTM(6, 5), lambda: [R(4, 3, 6)], _no_grad),
     "lstm-packed": (lambda: nn.LSTM(6, 5, batch_first=True), lambda: [R(3, 7, 6)], _packed),
-    "gru": (lambda: nn.GRU(6, 5, batch_first=True), lambda: [R(4, 3, 6)], _call),
     "sdpa": (None, lambda: [R(_QUERY), R(_KEY), R(_KEY)], lambda _, q, k, v: _sdpa(q, k, v)),
     "sdpa-causal": (None, lambda: [R(_QUERY), R(_QUERY)], lambda _, q, k: _sdpa(q, k, k, is_causal=True)),
     "sdpa-bool": (None, lambda: [R(_QUERY), R(_KEY), torch.rand(9, 11) > 0.3], lambda _, q, k, m: _sdpa(q, k, k, m)),
-    "sdpa-float": (None, lambda: [R(_QUERY), R(_KEY), R(2, 1, 9, 11)], lambda _, q, k, m: _sdpa(q, k, k, m)),
     "sdpa-dropout": (None, lambda: [R(_QUERY), R(_KEY)], lambda _, q, k: _sdpa(q, k, k, dropout_p=0.3)),
     "sdpa-grouped": (None, lambda: [R(_QUERY), R(2, 2, 9, 16)], lambda _, q, k: _sdpa(q, k, k, enable_gqa=True)),
     "encoder-train": (_encoder, lambda: [R(2, 5, 16)], _call),
@@ -141,11 +122,6 @@ CASES: dict[str, tuple[Callable | None, Callable, Callable]] = {
         lambda: _encoder(2).eval(),
         lambda: [R(2, 5, 16), _RAGGED],
         lambda model, x, mask: _no_grad(model, x, src_key_padding_mask=mask),
-    ),
-    "attention-fused": (
-        lambda: nn.MultiheadAttention(16, 4).eval(),
-        lambda: [R(2, 5, 16)],
-        lambda m, x: _no_grad(m, x, x, x),
     ),
     "einsum": (None, lambda: [R(2, 3, 4), R(4, 5, 3)], lambda _, a, b: torch.einsum("bij,jki->bk", a, b)),
     "spectrum": (None, lambda: [R(4, 16)], _spectrum),
@@ -159,22 +135,12 @@ CASES: dict[str, tuple[Callable | None, Callable, Callable]] = {
         lambda: [R(3, 8)],
         lambda model, x: checkpoint(model, x * 1, use_reentrant=False),
     ),
-    "checkpoint-reentrant": (
-        lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
-        lambda: [R(3, 8)],
-        lambda model, x: checkpoint(model, x * 1, use_reentrant=True),
-    ),
     "in-place-activations": (
         lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8), nn.SiLU(inplace=True)),
         lambda: [R(3, 8)],
         _call,
     ),
     "pieces": (None, lambda: [R(6, 4)], lambda _, x: (x.narrow(0, 1, 3), *x.chunk(3), *x.chunk(2, 1), *x.split(4))),
-    "interpolate": (
-        None,
-        lambda: [R(2, 3, 8, 8)],
-        lambda _, x: (F.interpolate(x, scale_factor=2, mode="bilinear"), F.avg_pool2d(x, 3), F.max_pool2d(x, 2)),
-    ),
     "autocast": (
         lambda: nn.Linear(8, 8),
         lambda: [R(3, 8)],
@@ -218,14 +184,3 @@ def test_ops_are_bitwise_equal(name, inference):
             assert torch.equal(torch.nan_to_num(ours.detach().cpu()), torch.nan_to_num(theirs.detach())), path
         del found, ours, twin
         assert devices.memory("cpu:0") == (0, 0) and devices.memory("cpu:1")[0] == 0
-
-
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_generate(cache):
-    case = by_name("llama")
-    settings = dict(max_new_tokens=8, do_sample=False, cache_implementation=cache)
-    expected = case.model().generate(**case.example(), **settings)
-    with simulate("2x1GiB"):
-        model = case.model().to("cpu:1")
-        found = model.generate(**map_tensors(case.example(), lambda tensor: tensor.to("cpu:1")), **settings)
-        assert found.device == torch.device("cpu:1") and torch.equal(found.cpu(), expected)
