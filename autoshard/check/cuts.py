@@ -173,9 +173,24 @@ class CutChecks:
         ]  # fmt: skip
         if len(groups) == 1 or len(at) == 1:
             return {(at or places)[0]: _said(found)}
-        alone = {place: self._difference([groups[place]], [cuts[place]]) for place in at or places}
-        reasons = {place: _said(one) for place, one in alone.items() if one is not None}
-        least = min(at or places, key=lambda place: groups[place].nbytes)
+        return self._halved(groups, cuts, at or places, found)
+
+    def _halved(
+        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], places: Sequence[int],
+        whole: tuple[RankRuns, Differs] | None = None,
+    ) -> dict[int, str]:  # fmt: skip
+        """Which of these cuts make a difference: a half that makes none has none of them.
+
+        Where only both halves together make one, the smallest is given up. `whole`: a difference that all cuts make.
+        """
+        found = self._difference([groups[place] for place in places], [cuts[place] for place in places]) or whole
+        if found is None:
+            return {}
+        if len(places) == 1:
+            return {places[0]: _said(found)}
+        half = len(places) // 2
+        reasons = self._halved(groups, cuts, places[:half]) | self._halved(groups, cuts, places[half:])
+        least = min(places, key=lambda place: groups[place].nbytes)
         return reasons or {least: _said(found)}
 
 
