@@ -53,24 +53,8 @@ def apply_stages(
     model is then as it was.
     """
     tensors = named_tensors(model)
-    mark, error = RankState(), problem
-    record: PipelineRecord | None = None
-    try:
-        if problem is None:
-            assert device is not None
-            check_stages(plan, tensors)
-            if shards_stages(plan):
-                check_shardable(model, plan)
-            record = _record(plan, ranks, device, tensors)
-            if loader is None:
-                _check_values(record, tensors)
-            mark = _mark(model, plan, device)
-            if plan.cuts or (plan.launch and plan.workload.training):
-                record.extras["skeleton"] = skeleton_of(model, plan)
-    except Exception as found:
-        error = found
-    agree(ranks, mark, error, device)
-    assert record is not None and plan.mesh is not None and device is not None
+    record, device = _agreed(model, plan, ranks, device, problem, loaded=loader is not None)
+    assert plan.mesh is not None
     tensor_ranks = _make_groups(plan.mesh, ranks, record)
     sharing = None
     if shards_stages(plan):
@@ -107,6 +91,32 @@ def apply_stages(
         raise
     forget_whole(record.replaced)
     return model
+
+
+def _agreed(
+    model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device | None, problem: Exception | None, *,
+    loaded: bool,
+) -> tuple[PipelineRecord, torch.device]:  # fmt: skip
+    """Check that this process can have its stages, and that all ranks are about to do the same."""
+    mark, error, record = RankState(), problem, None
+    try:
+        if problem is None:
+            assert device is not None
+            tensors = named_tensors(model)
+            check_stages(plan, tensors)
+            if shards_stages(plan):
+                check_shardable(model, plan)
+            record = _record(plan, ranks, device, tensors)
+            if not loaded:
+                _check_values(record, tensors)
+            mark = _mark(model, plan, device)
+            if plan.cuts or (plan.launch and plan.workload.training):
+                record.extras["skeleton"] = skeleton_of(model, plan)
+    except Exception as found:
+        error = found
+    agree(ranks, mark, error, device)
+    assert record is not None and device is not None
+    return record, device
 
 
 def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tensor]) -> None:
