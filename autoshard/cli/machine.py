@@ -15,15 +15,13 @@ def doctor_command(
     """Check this machine: torch, devices, copies between them, memory, processes, disk; and say what to fix."""
     from dataclasses import asdict
 
-    from autoshard.report.doctor import examine
+    from autoshard.report.doctor import examine, print_findings
 
     with step("looking at this machine"):
         findings = list(examine())
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        from autoshard.report.findings import print_findings
-
         print_findings(output(), findings)
     if any(finding.status == "bad" for finding in findings):
         raise typer.Exit(IMPOSSIBLE)

@@ -5,66 +5,33 @@ import gc
 import inspect
 import signal
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autoshard.cli.comparing import compare_command
+from autoshard.cli import options as o
 from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
-from autoshard.cli.explaining import explain_command
 from autoshard.cli.machine import doctor_command, run_command
-from autoshard.cli.options import (
-    AssumeOption,
-    BatchOption,
-    CompileOption,
-    DevicesOption,
-    DtypeOption,
-    JsonOption,
-    LaunchOption,
-    MaxBatchOption,
-    MaxMemoryOption,
-    MaxSeqOption,
-    MeshOption,
-    MicroBatchesOption,
-    MicroBatchOption,
-    NewTokensOption,
-    ObjectiveOption,
-    OptimizerOption,
-    PinOption,
-    PrecisionOption,
-    RecomputeOption,
-    ScheduleOption,
-    SeqOption,
-    StrategyOption,
-    TargetArgument,
-    TrainOption,
-)
-from autoshard.cli.reporting import report_command, trace_command
+from autoshard.cli.opening import Opened, make_largest, make_plan, open_plan, read_plan
+from autoshard.cli.reporting import compare_command, explain_command, report_command, trace_command
 from autoshard.cli.steps import (
+    asked_settings,
     capturing,
     changed_workload,
     check_before,
     check_same_model,
     devices_of,
     load,
-    pairs,
     profile_of,
     workload_of,
 )
 from autoshard.common.start import end_quietly
 from autoshard.errors import PlanError, SpecError
-from autoshard.plan.choices import strategy_named
-from autoshard.plan.workload import Workload
 
 if TYPE_CHECKING:
     from autoshard.cli.target import Target
-    from autoshard.cluster.cluster import Cluster
-    from autoshard.engine.estimate import Estimate
-    from autoshard.plan import Plan
     from autoshard.plan.batching import BatchAxis
-    from autoshard.profile.profile import Profile
 
 app = typer.Typer(
     help="Profile a PyTorch model without allocating it, plan where every module goes, and check it by running it.",
@@ -91,213 +58,150 @@ def main(
 @app.command("plan")
 @reports_errors
 def plan_command(
-    target: TargetArgument,
-    devices: DevicesOption = "auto",
-    strategy: StrategyOption = "auto",
-    objective: ObjectiveOption = "latency",
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    new_tokens: NewTokensOption = None,
-    train: TrainOption = False,
-    optimizer: OptimizerOption = None,
-    max_memory: MaxMemoryOption = None,
-    pin: PinOption = None,
-    micro_batches: MicroBatchesOption = None,
-    schedule: ScheduleOption = None,
-    assume_independent_rows: AssumeOption = False,
-    max_batch: MaxBatchOption = False,
-    max_seq: MaxSeqOption = False,
-    launch: LaunchOption = None,
-    mesh: MeshOption = None,
-    micro_batch: MicroBatchOption = None,
-    recompute: RecomputeOption = None,
-    precision: PrecisionOption = "auto",
-    dtype: DtypeOption = "auto",
-    compiled: CompileOption = None,
+    target: o.TargetName,
+    devices: o.Devices = "auto",
+    strategy: o.Strategy = "auto",
+    objective: o.Objective = "latency",
+    batch: o.Batch = None,
+    seq: o.Seq = None,
+    new_tokens: o.NewTokens = None,
+    train: o.Train = False,
+    optimizer: o.Optimizer = None,
+    max_memory: o.MaxMemory = None,
+    pin: o.Pin = None,
+    micro_batches: o.MicroBatches = None,
+    schedule: o.Schedule = None,
+    assume_independent_rows: o.Assume = False,
+    max_batch: o.MaxBatch = False,
+    max_seq: o.MaxSeq = False,
+    launch: o.Launch = None,
+    mesh: o.Mesh = None,
+    micro_batch: o.MicroBatch = None,
+    recompute: o.Recompute = None,
+    precision: o.Precision = "auto",
+    dtype: o.Dtype = "auto",
+    compiled: o.Compile = None,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
-    as_json: JsonOption = False,
+    as_json: o.Json = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    strategy = strategy_named(strategy)
-    check_before(out, strategy, objective, schedule)
-    limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
-    cluster = devices_of(devices, limits)
+    settings = asked_settings(
+        strategy, objective, max_memory, pin, micro_batches, schedule, assume_independent_rows, out=out
+    )
+    if max_batch and max_seq:
+        raise SpecError("--max-batch and --max-seq can't be asked for at once. Fix one of them with --batch or --seq.")
+    cluster = devices_of(devices, settings["max_memory"])
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
     wishes = {"launch": launch, "mesh": mesh, "micro_batch": micro_batch, "recompute": recompute}
     wishes |= {"precision": precision, "dtype": dtype, "compiled": compiled}
-    settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "max_memory": limits, "pins": pins}
-    settings |= {"num_microbatches": micro_batches, "schedule": schedule}
-    settings |= {"assume_independent_rows": assume_independent_rows}
-    plan, profile, loaded, estimated = _made(target, workload, cluster, settings, wishes, max_batch, max_seq)
-    plan = replace(plan, target=target)
+    if max_batch or max_seq:
+        vary = "batch_size" if max_batch else "sequence_length"
+        opened = make_largest(target, workload, cluster, vary, settings, wishes)
+    else:
+        opened = make_plan(target, workload, cluster, settings, wishes)
     if out is not None:
-        plan.save(out)
-    # The plan's devices have the limits in them.
-    limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
-    _show_plan(plan, profile, limited, loaded, as_json, estimated)
+        opened.plan.save(out)
+    _show_plan(opened, as_json)
     if out is not None:
         errors().print(f"written to {out}", style="bright_black", soft_wrap=True)
-
-
-def _made(
-    target: str, workload: Workload, cluster: "Cluster", settings: dict[str, Any], wishes: dict[str, Any],
-    max_batch: bool, max_seq: bool,
-) -> "tuple[Plan, Profile, Target, Estimate | None]":  # fmt: skip
-    """Make the plan, for processes or for one; of those for processes there is an estimate already."""
-    from autoshard.cli.growing import check_one_size, plan_largest
-    from autoshard.cli.processes import choose_processes, plan_largest_processes
-    from autoshard.cluster.limits import limited_to
-    from autoshard.search.fewer_bits import with_hint
-    from autoshard.search.planning import plan_measured
-
-    check_one_size(max_batch, max_seq)
-    if max_batch or max_seq:
-        grown = plan_largest_processes(target, workload, cluster, max_batch, settings, wishes)
-        if grown is not None:
-            chosen, loaded = grown
-            return chosen.plan, chosen.profile, loaded, chosen.estimate
-        plan, loaded, profile = plan_largest(target, workload, cluster, max_batch, settings)
-        return plan, profile, loaded, None
-    loaded = load(target, workload)
-    made = choose_processes(loaded, workload, cluster, settings, wishes)
-    if made is not None:
-        return made.plan, made.profile, loaded, made.estimate
-    profile = profile_of(loaded)
-    with step("planning"):
-        plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
-    with step("pricing fewer bits"):
-        plan = with_hint(plan, profile, limited_to(cluster, settings["max_memory"]))
-    return plan, profile, loaded, None
 
 
 @app.command("profile")
 @reports_errors
 def profile_command(
-    target: TargetArgument,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    new_tokens: NewTokensOption = None,
-    train: TrainOption = False,
-    optimizer: OptimizerOption = None,
+    target: o.TargetName,
+    batch: o.Batch = None,
+    seq: o.Seq = None,
+    new_tokens: o.NewTokens = None,
+    train: o.Train = False,
+    optimizer: o.Optimizer = None,
     depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree to show.")] = 3,
     axes: Annotated[bool, typer.Option("--axes", help="Show what can be cut over devices, and what can't.")] = False,
-    as_json: JsonOption = False,
+    as_json: o.Json = False,
 ) -> None:
     """Show memory and compute of TARGET, module by module. Nothing is allocated."""
-    if axes:
-        _show_axes(load(target, workload_of(batch, seq, new_tokens, train, optimizer)), as_json)
-        return
-    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
-    profile = profile_of(loaded)
-    if as_json:
-        from autoshard.report.document import profile_document
-
-        print_json(profile_document(profile, title=loaded.title, notes=loaded.notes))
-        return
+    from autoshard.report.document import profile_document
     from autoshard.report.terminal import print_profile
 
-    print_profile(output(), profile, title=loaded.title, depth=depth, notes=loaded.notes)
+    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
+    if axes:
+        _show_axes(loaded, as_json)
+        return
+    profile = profile_of(loaded)
+    if as_json:
+        print_json(profile_document(profile, title=loaded.title, notes=loaded.notes))
+    else:
+        print_profile(output(), profile, title=loaded.title, depth=depth, notes=loaded.notes)
 
 
 @app.command("estimate")
 @reports_errors
 def estimate_command(
-    plan_file: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A plan file, or a JSON file with a device_map.", show_default=False)
-    ],
-    target: Annotated[
-        str | None,
-        typer.Argument(metavar="TARGET", help="The model; default: what the plan was made for.", show_default=False),
-    ] = None,
+    plan_file: o.PlanFile,
+    target: o.OfPlan = None,
     devices: Annotated[
         str | None, typer.Option("--devices", "-d", metavar="SPEC", help="Default: the devices of the plan.")
     ] = None,
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    new_tokens: NewTokensOption = None,
-    train: TrainOption = False,
-    optimizer: OptimizerOption = None,
-    as_json: JsonOption = False,
+    batch: o.Batch = None,
+    seq: o.Seq = None,
+    new_tokens: o.NewTokens = None,
+    train: o.Train = False,
+    optimizer: o.Optimizer = None,
+    as_json: o.Json = False,
 ) -> None:
     """Say what a plan, or a device_map, costs for TARGET: the plan's own workload unless another is given."""
-    from autoshard.cli.plans import model_of, read_plan
-    from autoshard.cluster.parse import cluster_of
-    from autoshard.search.processes import for_workload
-    from autoshard.search.sizes import for_size
-
-    plan = read_plan(plan_file)
-    wanted = model_of(plan, plan_file, target)
-    asked = changed_workload(plan.workload, batch, seq, new_tokens, train, optimizer)
-    if asked != plan.workload:
-        plan = for_workload(plan, asked) if plan.launch else for_size(plan, asked)
-    unknown = [device.name for device in plan.devices if not device.memory_bytes]
-    if unknown and devices is None:
-        raise SpecError(
-            f"{plan_file} does not say how much memory {', '.join(unknown)} have. Name the devices, for example with "
-            f"--devices '{len(unknown)}x24GiB'."
-        )
-    cluster = cluster_of(plan.devices) if devices is None else devices_of(devices, {})
-    loaded = load(wanted, asked)
-    profile = profile_of(loaded)
-    check_same_model(plan, profile, plan_file)
-    if not _show_plan(plan, profile, cluster, loaded, as_json).fits:
+    opened = open_plan(
+        plan_file, target, devices, lambda known: changed_workload(known, batch, seq, new_tokens, train, optimizer)
+    )
+    if not _show_plan(opened, as_json):
         raise typer.Exit(IMPOSSIBLE)
 
 
 @app.command("verify")
 @reports_errors
 def verify_command(
-    target: TargetArgument,
+    target: o.TargetName,
     plan_file: Annotated[
         str | None, typer.Option("--plan", metavar="FILE", help="The plan to verify; without it one is made.")
     ] = None,
-    devices: DevicesOption = "auto",
-    strategy: StrategyOption = "auto",
-    objective: ObjectiveOption = "latency",
-    batch: BatchOption = None,
-    seq: SeqOption = None,
-    new_tokens: NewTokensOption = None,
-    train: TrainOption = False,
-    optimizer: OptimizerOption = None,
-    max_memory: MaxMemoryOption = None,
-    pin: PinOption = None,
-    micro_batches: MicroBatchesOption = None,
-    schedule: ScheduleOption = None,
-    assume_independent_rows: AssumeOption = False,
-    as_json: JsonOption = False,
+    devices: o.Devices = "auto",
+    strategy: o.Strategy = "auto",
+    objective: o.Objective = "latency",
+    batch: o.Batch = None,
+    seq: o.Seq = None,
+    new_tokens: o.NewTokens = None,
+    train: o.Train = False,
+    optimizer: o.Optimizer = None,
+    max_memory: o.MaxMemory = None,
+    pin: o.Pin = None,
+    micro_batches: o.MicroBatches = None,
+    schedule: o.Schedule = None,
+    assume_independent_rows: o.Assume = False,
+    as_json: o.Json = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
     from autoshard.api import verify
-    from autoshard.cli.plans import read_plan
     from autoshard.cli.verifying import build
+    from autoshard.report.verification import print_verification, verification_document
     from autoshard.search.planning import plan_measured
 
-    check_before(None, strategy, objective, schedule)
-    limits, pins = pairs(max_memory, "--max-memory", "cuda:0=20GiB"), pairs(pin, "--pin", "model.layers.0=cuda:0")
+    settings = asked_settings(strategy, objective, max_memory, pin, micro_batches, schedule, assume_independent_rows)
     workload = workload_of(batch, seq, new_tokens, train, optimizer)
     plan = read_plan(plan_file) if plan_file is not None else None
     if plan is not None and workload.assumed:
         workload = plan.workload
-    cluster = None if plan is not None else devices_of(devices, limits)
+    cluster = None if plan is not None else devices_of(devices, settings["max_memory"])
     loaded = build(lambda with_weights: load(target, workload, with_weights=with_weights))
     profile = profile_of(loaded)
     if plan is not None:
         check_same_model(plan, profile, plan_file or "")
     elif cluster is not None:
-        plan = plan_measured(
-            loaded.model, loaded.inputs, profile, cluster,
-            strategy=strategy, objective=objective, max_memory=limits, pins=pins,
-            num_microbatches=micro_batches, schedule=schedule, assume_independent_rows=assume_independent_rows,
-        )  # fmt: skip
+        plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     with step("running the model whole and split"):
         found = verify(loaded.model, plan, inputs=loaded.inputs, training=train or None, new_tokens=new_tokens)
     if as_json:
-        from autoshard.report.verification import verification_document
-
         print_json(verification_document(found, title=loaded.title))
     else:
-        from autoshard.report.verification import print_verification
-
         print_verification(output(), found, title=loaded.title)
     if not found.ok:
         raise typer.Exit(IMPOSSIBLE)
@@ -318,7 +222,7 @@ def devices_command(
     out: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write a cluster file for --devices.")
     ] = None,
-    as_json: JsonOption = False,
+    as_json: o.Json = False,
 ) -> None:
     """List the devices of this machine, or of SPEC, with memory, rates and links."""
     from autoshard.cluster.calibrate import calibrate as measure
@@ -402,24 +306,16 @@ def _show_axes(target: "Target", as_json: bool) -> None:
         print_axes(output(), profile, found, batch=batch, title=target.title, notes=target.notes)
 
 
-def _show_plan(
-    plan: "Plan", profile: "Profile", cluster: "Cluster", target: "Target", as_json: bool,
-    estimated: "Estimate | None" = None,
-) -> "Estimate":  # fmt: skip
-    """Print a plan with its estimate, and return that."""
-    from autoshard.api import estimate
-
-    if estimated is None:
-        with step("estimating"):
-            estimated = estimate(plan, profile, cluster)
-    notes = (*target.notes, *cluster.notes)
-    if as_json:
-        from autoshard.report.document import plan_document
-
-        print_json(plan_document(plan, estimated, profile, title=target.title, notes=notes))
-        return estimated
+def _show_plan(opened: Opened, as_json: bool) -> bool:
+    """Print a plan with its estimate, and return whether it fits."""
+    from autoshard.report.document import plan_document
     from autoshard.report.terminal import print_plan
 
-    kinds = {device.name: device.kind for device in cluster.devices}
-    print_plan(output(), plan, estimated, profile, title=target.title, kinds=kinds, notes=notes)
-    return estimated
+    plan, profile, cluster, title = opened.plan, opened.profile, opened.cluster, opened.loaded.title
+    estimate, notes = opened.estimate(), (*opened.loaded.notes, *cluster.notes)
+    if as_json:
+        print_json(plan_document(plan, estimate, profile, title=title, notes=notes))
+    else:
+        kinds = {device.name: device.kind for device in cluster.devices}
+        print_plan(output(), plan, estimate, profile, title=title, kinds=kinds, notes=notes)
+    return estimate.fits

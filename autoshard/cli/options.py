@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-TargetArgument = Annotated[
+TargetName = Annotated[
     str,
     typer.Argument(
         metavar="TARGET",
@@ -12,7 +12,7 @@ TargetArgument = Annotated[
         show_default=False,
     ),
 ]
-DevicesOption = Annotated[
+Devices = Annotated[
     str,
     typer.Option(
         "--devices",
@@ -22,7 +22,7 @@ DevicesOption = Annotated[
         "cuda:0=20GiB,cpu=60GiB, or a cluster file.",
     ),
 ]
-StrategyOption = Annotated[
+Strategy = Annotated[
     str,
     typer.Option(
         "--strategy",
@@ -32,16 +32,18 @@ StrategyOption = Annotated[
         "fsdp, zero3) or hybrid.",
     ),
 ]
-ObjectiveOption = Annotated[str, typer.Option("--objective", metavar="NAME", help="latency, throughput or memory.")]
-BatchOption = Annotated[
-    int | None, typer.Option("--batch", metavar="N", help="Sequences, images or rows per pass.", show_default=False)
+Objective = Annotated[str, typer.Option("--objective", metavar="NAME", help="latency, throughput or memory.")]
+Batch = Annotated[
+    int | None,
+    typer.Option("--batch", metavar="N", min=1, help="Sequences, images or rows per pass.", show_default=False),
 ]
-SeqOption = Annotated[int | None, typer.Option("--seq", metavar="N", help="Tokens per sequence.", show_default=False)]
-NewTokensOption = Annotated[
-    int | None, typer.Option("--new-tokens", metavar="N", help="Tokens generated after the prompt.", show_default=False)
+Seq = Annotated[int | None, typer.Option("--seq", metavar="N", min=1, help="Tokens per sequence.", show_default=False)]
+NewTokens = Annotated[
+    int | None,
+    typer.Option("--new-tokens", metavar="N", min=0, help="Tokens generated after the prompt.", show_default=False),
 ]
-TrainOption = Annotated[bool, typer.Option("--train", help="Plan a training step: forward, backward and optimizer.")]
-OptimizerOption = Annotated[
+Train = Annotated[bool, typer.Option("--train", help="Plan a training step: forward, backward and optimizer.")]
+Optimizer = Annotated[
     str | None,
     typer.Option(
         "--optimizer",
@@ -50,14 +52,14 @@ OptimizerOption = Annotated[
         show_default=False,
     ),
 ]
-MaxMemoryOption = Annotated[
+MaxMemory = Annotated[
     list[str] | None,
     typer.Option("--max-memory", metavar="DEVICE=SIZE", help="Use at most so much, as in cuda:0=20GiB. Repeatable."),
 ]
-PinOption = Annotated[
+Pin = Annotated[
     list[str] | None, typer.Option("--pin", metavar="MODULE=DEVICE", help="Put a module on a device. Repeatable.")
 ]
-MicroBatchesOption = Annotated[
+MicroBatches = Annotated[
     int | None,
     typer.Option(
         "--micro-batches",
@@ -67,7 +69,7 @@ MicroBatchesOption = Annotated[
         show_default=False,
     ),
 ]
-ScheduleOption = Annotated[
+Schedule = Annotated[
     str | None,
     typer.Option(
         "--schedule",
@@ -76,17 +78,17 @@ ScheduleOption = Annotated[
         show_default=False,
     ),
 ]
-AssumeOption = Annotated[
+Assume = Annotated[
     bool,
     typer.Option(
         "--assume-independent-rows",
         help="Divide the batch though the check refuses it, on your word that rows are independent. The plan says so.",
     ),
 ]
-MaxBatchOption = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits, and plan it.")]
-MaxSeqOption = Annotated[bool, typer.Option("--max-seq", help="Find the longest sequence that fits, and plan it.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
-LaunchOption = Annotated[
+MaxBatch = Annotated[bool, typer.Option("--max-batch", help="Find the largest batch that fits, and plan it.")]
+MaxSeq = Annotated[bool, typer.Option("--max-seq", help="Find the longest sequence that fits, and plan it.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
+Launch = Annotated[
     str | None,
     typer.Option(
         "--launch",
@@ -95,7 +97,7 @@ LaunchOption = Annotated[
         show_default=False,
     ),
 ]
-MeshOption = Annotated[
+Mesh = Annotated[
     str | None,
     typer.Option(
         "--mesh",
@@ -104,7 +106,7 @@ MeshOption = Annotated[
         show_default=False,
     ),
 ]
-MicroBatchOption = Annotated[
+MicroBatch = Annotated[
     int | None,
     typer.Option(
         "--micro-batch",
@@ -114,7 +116,7 @@ MicroBatchOption = Annotated[
         show_default=False,
     ),
 ]
-RecomputeOption = Annotated[
+Recompute = Annotated[
     str | None,
     typer.Option(
         "--recompute",
@@ -123,7 +125,7 @@ RecomputeOption = Annotated[
         show_default=False,
     ),
 ]
-PrecisionOption = Annotated[
+Precision = Annotated[
     str,
     typer.Option(
         "--precision",
@@ -131,15 +133,22 @@ PrecisionOption = Annotated[
         help="Of processes that train: mixed (float32 kept, bfloat16 computed), pure (all 16 bits), master or full.",
     ),
 ]
-DtypeOption = Annotated[
+Dtype = Annotated[
     str,
     typer.Option("--dtype", metavar="NAME", help="Of weights: auto is the model's; bfloat16, float32, int8 or int4"),
 ]
-CompileOption = Annotated[
+Compile = Annotated[
     bool | None,
     typer.Option(
         "--compile/--eager",
         help="Price compiled modules (torch.compile), or eager ones. Default: compiled where tokens are generated.",
         show_default=False,
     ),
+]
+PlanFile = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A plan file, or a JSON file with a device_map.", show_default=False)
+]
+OfPlan = Annotated[
+    str | None,
+    typer.Argument(metavar="TARGET", help="The model; default: what the plan was made for.", show_default=False),
 ]

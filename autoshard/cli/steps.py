@@ -4,12 +4,12 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from autoshard.cli.console import step
 from autoshard.common.files import check_writable
 from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.plan.choices import check_choices
+from autoshard.plan.choices import check_choices, strategy_named
 from autoshard.plan.placement import check_known_in
 from autoshard.plan.workload import Workload
 
@@ -28,6 +28,21 @@ def check_before(
     check_choices(strategy=strategy, objective=objective, schedule=schedule)
     if out is not None:
         check_writable(out)
+
+
+def asked_settings(
+    strategy: str, objective: str, max_memory: list[str] | None, pin: list[str] | None = None,
+    num_microbatches: int | None = None, schedule: str | None = None, assume_independent_rows: bool = False,
+    *, out: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """What options say about planning, checked before the long work, as `plan_measured` and `chosen_for` take it."""
+    strategy = strategy_named(strategy)
+    check_before(out, strategy, objective, schedule)
+    return {
+        "strategy": strategy, "objective": objective, "max_memory": pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
+        "pins": pairs(pin, "--pin", "model.layers.0=cuda:0"), "num_microbatches": num_microbatches,
+        "schedule": schedule, "assume_independent_rows": assume_independent_rows,
+    }  # fmt: skip
 
 
 def workload_of(

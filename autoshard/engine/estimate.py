@@ -46,7 +46,10 @@ class DeviceEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One tensor copied between devices per pass, from the module that made it to the first that needs it there."""
+    """One tensor copied between devices per pass, from the module that made it to the first that needs it there.
+
+    "(inputs)" and "(outputs)" stand for the caller, "" for what the model's own forward makes or needs.
+    """
 
     source: str
     destination: str

@@ -65,7 +65,7 @@ def _event(device: str, kind: str, seconds: float, **more: str | int) -> Event:
 
 
 def _copied(one: Copy | Transfer, seconds: float) -> Event:
-    label = f"{one.producer or 'inputs'} -> {one.consumer or 'outputs'}"
+    label = f"{one.producer or '(model)'} -> {one.consumer or '(model)'}"
     return _event(one.destination, "transfer", seconds, source=one.source, nbytes=one.nbytes, label=label)
 
 

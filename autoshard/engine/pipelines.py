@@ -18,6 +18,7 @@ from autoshard.engine.placed import check_devices, lower_bound, of_every_device
 from autoshard.engine.stages import StageBoundary, StagesCost, stage_figures
 from autoshard.engine.timing import optimizer_seconds
 from autoshard.errors import PlanError
+from autoshard.flow import OUTPUTS, producer_of
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import optimizer_step_bytes
@@ -301,13 +302,13 @@ def _transfers(run: PipelinePass, profile: Profile, microbatches: int, cluster: 
 
     def row(value: int, nbytes: int, boundary: int, way: int) -> Transfer:
         ends = (names[boundary % len(names)], names[(boundary + 1) % len(names)])[::way]
-        producer = graph.calls[graph.ops[graph.values[value].op].call].path
         readers = (op for op in graph.ops[graph.values[value].op + 1 :] if value in op.inputs)
         reader = next(readers, None)
         return Transfer(
             source=ends[0], destination=ends[1], nbytes=nbytes * microbatches,
-            seconds=cluster.link(*ends).seconds(nbytes) * microbatches, producer=producer,
-            consumer=graph.calls[reader.call].path if reader else "", backward=way < 0,
+            seconds=cluster.link(*ends).seconds(nbytes) * microbatches,
+            producer=producer_of(graph, value), consumer=graph.calls[reader.call].path if reader else OUTPUTS,
+            backward=way < 0,
         )  # fmt: skip
 
     if len(names) == 1:

@@ -36,7 +36,7 @@ from autoshard.engine.placed import (
 from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
 from autoshard.errors import PlanError
-from autoshard.flow import Flow, flow
+from autoshard.flow import INPUTS, OUTPUTS, Flow, flow
 from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.sharding import shares_of
@@ -318,12 +318,13 @@ def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], ro
     """Inputs from the first device to the others, and outputs back."""
     made = []
     for name, share in zip(names[1:], shares[1:], strict=True):
-        for source, target, nbytes in ((names[0], name, rows.input_bytes), (name, names[0], rows.output_bytes)):
+        ways = ((names[0], name, rows.input_bytes, (INPUTS, "")), (name, names[0], rows.output_bytes, ("", OUTPUTS)))
+        for source, target, nbytes, (producer, consumer) in ways:
             size = round(nbytes * rows.part(share))
             if size:
                 made.append(Transfer(
                     source=source, destination=target, nbytes=size, seconds=cluster.link(source, target).seconds(size),
-                    producer="", consumer="",
+                    producer=producer, consumer=consumer,
                 ))  # fmt: skip
     return tuple(made)
 

@@ -11,6 +11,9 @@ from autoshard.plan.placement import Homes
 HOST_NAME = "host"
 """Device name of ordinary CPU tensors that belong to no planned device (literals, lifted constants); never counted."""
 
+INPUTS, OUTPUTS = "(inputs)", "(outputs)"
+"""Where a copy comes from or goes to that is no module; the model's own forward is the module ""."""
+
 CopyReason = Literal["hook", "align", "model", "output", "backward"]
 
 
@@ -22,8 +25,8 @@ class Copy:
         reason: "hook" = an argument moved at a module boundary; "align" = an op's input moved because devices mixed;
             "model" = the model's own `.to(device)`; "output" = the root's result going home; "backward" = a gradient
             following a copy back.
-        producer: module that made the value (or holds the parameter).
-        consumer: the first module that needed the copy.
+        producer: module that made the value (or holds the parameter), or `INPUTS`.
+        consumer: the first module that needed the copy, or `OUTPUTS`.
         buffer: row of `Flow.buffers`, -1 if the copy went to the host.
         kept: made once and kept from pass to pass (parameters and constants read from another device).
     """

@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.flow.data import HOST_NAME, Buffers, Copy, CopyReason
+from autoshard.flow.data import HOST_NAME, INPUTS, OUTPUTS, Buffers, Copy, CopyReason
 
 HOST_DEVICE = -1
 
@@ -183,8 +183,8 @@ class Objects:
             nbytes=nbytes,
             born=time,
             reason=reason,
-            producer=self.producer_of(value),
-            consumer=consumer,
+            producer=producer_of(self.graph, value),
+            consumer=OUTPUTS if reason == "output" and not consumer else consumer,
             buffer=buffer,
             kept=kept,
         )
@@ -193,13 +193,13 @@ class Objects:
     def _name(self, device: int) -> str:
         return self.devices[device] if device >= 0 else HOST_NAME
 
-    def producer_of(self, value: int) -> str:
-        """Return the module whose op made a value, or that holds it; "" for inputs."""
-        row = self.graph.values[value]
-        if row.op >= 0:
-            return self.graph.calls[self.graph.ops[row.op].call].path
-        name = self.graph.storages[row.storage].name
-        return name.rpartition(".")[0] if name else ""
+
+def producer_of(graph: ModelGraph, value: int) -> str:
+    """Return the module whose op made a value, or that holds it; `INPUTS` for inputs."""
+    row = graph.values[value]
+    if row.op >= 0:
+        return graph.calls[graph.ops[row.op].call].path
+    return INPUTS if value in graph.inputs else (graph.storages[row.storage].name or "").rpartition(".")[0]
 
 
 def buffer_deaths(objects: Objects, left: Mapping[int, int]) -> list[float]:

@@ -57,11 +57,18 @@ def axis_rows(profile: Profile, found: AxisGroups) -> list[BlockRows]:
             if not instead:
                 taken.add(group.index)
             slices, words = _in_words(group, ndims, relative(group.blocks[0], region.paths[0]))
-            cost = f"{100 * group.nbytes / size:.0f} % of the bytes; {_collectives(group)}"
+            cost = f"{_share(profile, group, size):.0%} of the bytes; {_collectives(group)}"
             rows.append(AxisRow(slices=slices, members=words, cost=cost, instead=instead, group=group))
         label = fold_paths(region.paths) if region.paths != ("",) else "outside of repeated blocks"
         blocks.append(BlockRows(label=label, count=len(region.paths), matrix_bytes=size, rows=tuple(rows)))
     return blocks
+
+
+def _share(profile: Profile, group: AxisGroup, matrix_bytes: int) -> float:
+    """Part of the bytes of a block that a group cuts, tied tensors once."""
+    names = {join(group.blocks[0], shard.name) for shard in group.shards}
+    cut = {t.storage: t.nbytes for t in profile.graph.tensors if t.name in names and len(t.shape) > 1}
+    return sum(cut.values()) / matrix_bytes
 
 
 def _groups_of(found: AxisGroups, blocks: tuple[str, ...]) -> list[AxisGroup]:

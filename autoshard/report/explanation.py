@@ -1,21 +1,25 @@
 """Why something is where it is under a plan: what bound it, and what the other choices would have cost.
 
 Nothing is remembered from planning. Every alternative is a plan of its own (this module elsewhere, the model on one
-device) that is priced as plans always are.
+device, another mesh) that is priced as plans always are.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.module_paths import above, is_below, join
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.engine.estimate import DeviceEstimate, Estimate, Pipelining
+from autoshard.engine.estimate import FULL, Estimate, Pipelining
 from autoshard.engine.pricer import price
 from autoshard.errors import SpecError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
+from autoshard.report.rows import device_parts
+from autoshard.report.terminal import as_sentence
+from autoshard.search.study import Study
+from autoshard.strategies.paths import collapse
 
 MOST_ALTERNATIVES = 8
 
@@ -57,18 +61,53 @@ def _figure(one: OtherDevice, unit: str) -> str:
     return f"{value}, the fullest device has {format_bytes(one.peak_bytes)} at its peak{lacks}"
 
 
-def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str) -> Explanation:
-    """Explain a device or a module (or tensor) of a plan. Raises `SpecError` if `subject` is neither."""
+def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str, study: Study | None = None) -> Explanation:
+    """Explain a plan (""), or a device, module or tensor of it; `study`: of a plan for processes.
+
+    Raises `SpecError` if `subject` is none of them.
+    """
+    figures = study.estimate if study is not None else _price(plan, profile, cluster)
     if subject in {device.name for device in plan.devices}:
-        return _device(plan, profile, cluster, subject)
+        return _explained(plan, subject, "device", _device(plan, figures, subject), figures, study)
     names = {module.path for module in profile.graph.modules} | {tensor.name for tensor in profile.graph.tensors}
     aliases = {alias: module.path for module in profile.graph.modules for alias in module.aliases}
     subject = aliases.get(subject, subject)
     if subject not in names:
         raise SpecError(_unknown(subject, plan, profile))
-    if plan.cuts:
-        return _cut_module(plan, profile, cluster, subject)
-    return _placed_module(plan, profile, cluster, subject)
+    if study is not None and not subject:
+        whole = (*study.reasons[:-1], *study.changes, study.to_fit, study.reasons[-1])
+        return _explained(plan, "the plan", "the plan", whole, figures, study)
+    if study is not None:
+        return _explained(plan, subject, "module", _over_mesh(plan, subject), figures, study)
+    look = _cut_module if plan.cuts else _placed_module
+    sentences, found = look(plan, profile, cluster, subject, figures)
+    return _explained(plan, subject, "module", sentences, figures, None, found)
+
+
+def _explained(
+    plan: Plan, subject: str, kind: str, sentences: Iterable[str], figures: Estimate, study: Study | None,
+    found: Sequence[OtherDevice] = (),
+) -> Explanation:  # fmt: skip
+    """Put together what was found; beside a plan for processes stand the best recipes of other meshes."""
+    chosen, unit = _alternative("as planned", plan, figures), _UNITS.get(plan.objective, "seconds per pass")
+    said = [*sentences, *_verdict(chosen, found)]
+    if study is not None:
+        unit = "seconds per step" if plan.workload.training else "seconds per answer"
+        rows = [
+            OtherDevice(title=row.mesh, value=row.seconds, lacking_bytes=0, latency_seconds=row.seconds,
+                        peak_bytes=row.peak_bytes) for row in study.rows
+        ]  # fmt: skip
+        mine = next(at for at, row in enumerate(study.rows) if row.chosen)
+        chosen, found = rows.pop(mine), rows if not subject or kind == "the plan" else ()
+    else:
+        found = sorted(found, key=lambda one: (one.lacking_bytes > 0, one.value, one.title))
+    return Explanation(
+        subject=subject, kind=kind, sentences=tuple(as_sentence(one) for one in said if one), unit=unit, chosen=chosen,
+        alternatives=tuple(found[:MOST_ALTERNATIVES]),
+    )  # fmt: skip
+
+
+_UNITS = {"memory": "share of the fullest device", "throughput": "seconds of the busiest device"}
 
 
 def _unknown(subject: str, plan: Plan, profile: Profile) -> str:
@@ -98,39 +137,31 @@ def _alternative(title: str, plan: Plan, figures: Estimate) -> OtherDevice:
     )
 
 
-def _unit(plan: Plan) -> str:
-    return {"memory": "share of the fullest device", "throughput": "seconds of the busiest device"}.get(
-        plan.objective, "seconds per pass"
-    )
-
-
-def _sorted(found: list[OtherDevice]) -> tuple[OtherDevice, ...]:
-    return tuple(sorted(found, key=lambda one: (one.lacking_bytes > 0, one.value, one.title))[:MOST_ALTERNATIVES])
-
-
 def _size(profile: Profile, path: str) -> int:
     """Bytes of the tensors in a module, tied ones once."""
-    rows = {t.storage: t.nbytes for t in profile.graph.tensors if is_below(t.name, path) or t.name == path}
+    rows = {t.storage: t.nbytes for t in profile.graph.tensors if is_below(t.name, path)}
     return sum(rows.values())
 
 
 # Placed modules
 
 
-def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str) -> Explanation:
+def _placed_module(
+    plan: Plan, profile: Profile, cluster: Cluster, subject: str, figures: Estimate
+) -> tuple[list[str], list[OtherDevice]]:
+    """Say where a placed module is and what goes in and out, and price it on every other device."""
     placed = _entries(plan.placements, subject)
     homes = list(dict.fromkeys(placed.values()))
-    figures = _price(plan, profile, cluster)
-    chosen = _alternative("as planned", plan, figures)
-    size = _size(profile, subject)
-    sentences = [_where(subject, homes, placed, size)]
+    sentences = [_where(subject, homes, placed, _size(profile, subject))]
     sentences += _ties(profile, subject, plan)
     sentences += _streamed(plan, subject)
     if subject in plan.pins or any(is_below(subject, pin) for pin in plan.pins):
         sentences.append("It was pinned there by whoever asked for the plan.")
-    by_name = {device.name: device for device in figures.devices}
-    sentences += [_pressure(by_name[home], plan, figures) for home in homes if home in by_name]
-    sentences += _crossing(figures, subject)
+    sentences += [
+        f"{row.name} is {row.peak_bytes / max(row.memory_bytes, 1):.0%} full at its peak "
+        f"({format_bytes(row.free_bytes)} free)" for row in figures.devices if row.name in homes
+    ]  # fmt: skip
+    sentences += _crossing(figures, subject) if subject else ()
     if figures.pipelining is not None:
         sentences += _stage_sentences(plan, figures.pipelining, [*placed])
     found: list[OtherDevice] = []
@@ -138,13 +169,9 @@ def _placed_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str)
     if plan.mesh is None and not plan.streamed:
         for name in (device.name for device in cluster.devices if device.name != "disk"):
             if homes != [name]:
-                moved = replace(plan, placements=_moved(plan.placements, profile, subject, name))
+                moved = _moved(plan, profile, subject, name)
                 found.append(_alternative(f"all of it on {name}", plan, _price(moved, profile, cluster)))
-    sentences += _verdict(chosen, found, plan)
-    return Explanation(
-        subject=subject, kind="module", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen,
-        alternatives=_sorted(found),
-    )  # fmt: skip
+    return sentences, found
 
 
 def _stage_sentences(plan: Plan, run: Pipelining, paths: list[str]) -> Iterator[str]:
@@ -179,35 +206,11 @@ def _entries(placements: Mapping[str, str], subject: str) -> dict[str, str]:
     return {path: device for path, device in placements.items() if is_below(path, subject)}
 
 
-def _moved(placements: Mapping[str, str], profile: Profile, subject: str, device: str) -> dict[str, str]:
-    """Placements with one module elsewhere; the entry around it is taken apart."""
-    made: dict[str, str] = {}
-    for path, home in placements.items():
-        if is_below(path, subject) or path == subject:
-            continue
-        if path == "" or is_below(subject, path):
-            made |= {name: home for name in _beside(profile, path, subject)}
-        else:
-            made[path] = home
-    return {**made, subject: device}
-
-
-def _beside(profile: Profile, outer: str, inner: str) -> Iterator[str]:
-    """Paths that together hold what `outer` holds without `inner`."""
-    modules = {module.path: module for module in profile.graph.modules}
-    chain = [path for path in (inner, *above(inner)) if path == outer or is_below(path, outer)]
-    held = [tensor.name for tensor in profile.graph.tensors]
-    for path in chain:
-        if path == inner:
-            continue
-        yield from (name for name in modules[path].tensors if name not in chain) if path in modules else ()
-        for child in modules:
-            if child and _parent(child) == path and child not in chain and any(is_below(name, child) for name in held):
-                yield child
-
-
-def _parent(path: str) -> str:
-    return path.rpartition(".")[0]
+def _moved(plan: Plan, profile: Profile, subject: str, device: str) -> Plan:
+    """The plan with one module elsewhere; an entry around it is taken apart."""
+    names = [tensor.name for tensor in profile.graph.tensors]
+    homes = {name: device if is_below(name, subject) else _home(plan.placements, name) for name in names}
+    return replace(plan, placements=collapse(homes, profile.graph))
 
 
 def _where(subject: str, homes: list[str], placed: Mapping[str, str], size: int) -> str:
@@ -221,7 +224,7 @@ def _where(subject: str, homes: list[str], placed: Mapping[str, str], size: int)
 
 def _ties(profile: Profile, subject: str, plan: Plan) -> Iterator[str]:
     for names in profile.graph.tied():
-        inside = [name for name in names if is_below(name, subject) or name == subject]
+        inside = [name for name in names if is_below(name, subject)]
         others = [name for name in names if name not in inside]
         if inside and others:
             homes = {_home(plan.placements, name) for name in names}
@@ -234,7 +237,7 @@ def _home(placements: Mapping[str, str], name: str) -> str:
 
 
 def _streamed(plan: Plan, subject: str) -> Iterator[str]:
-    inside = {path: place for path, place in plan.streamed.items() if is_below(path, subject) or path == subject}
+    inside = {path: place for path, place in plan.streamed.items() if is_below(path, subject)}
     around = next((path for path in above(subject) if path in plan.streamed), None)
     if around is not None:
         yield f"With {around} it is kept on {plan.streamed[around]} and brought to its device for each call."
@@ -243,25 +246,16 @@ def _streamed(plan: Plan, subject: str) -> Iterator[str]:
         yield f"{len(inside)} modules of it are kept on {kept} and brought to their device for each call."
 
 
-def _pressure(device: DeviceEstimate, plan: Plan, figures: Estimate) -> str:
-    share = device.peak_bytes / max(device.memory_bytes, 1)
-    busiest = max(figures.devices, key=lambda one: one.compute_seconds + one.transfer_seconds)
-    text = f"{device.name} is {share:.0%} full at its peak ({format_bytes(device.free_bytes)} free)"
-    if plan.objective == "throughput":
-        text += ", and the busiest device" if busiest.name == device.name else f"; the busiest device is {busiest.name}"
-    return text + "."
-
-
 def _crossing(figures: Estimate, subject: str) -> Iterator[str]:
-    into = [t for t in figures.transfers if is_below(t.consumer, subject) or t.consumer == subject]
-    out = [t for t in figures.transfers if is_below(t.producer, subject) or t.producer == subject]
+    into = [t for t in figures.transfers if is_below(t.consumer, subject)]
+    out = [t for t in figures.transfers if is_below(t.producer, subject)]
     for rows, words in ((into, "comes to it from other devices"), (out, "goes from it to other devices")):
         if rows:
             nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)
             yield f"{format_bytes(nbytes)} {words} in a pass ({format_seconds(seconds)})."
 
 
-def _verdict(chosen: OtherDevice, found: list[OtherDevice], plan: Plan) -> Iterator[str]:
+def _verdict(chosen: OtherDevice, found: Sequence[OtherDevice]) -> Iterator[str]:
     if not found:
         return
     fitting = [one for one in found if not one.lacking_bytes]
@@ -282,47 +276,38 @@ def _verdict(chosen: OtherDevice, found: list[OtherDevice], plan: Plan) -> Itera
         yield f"The next best, {best.title}, costs {best.value / max(chosen.value, 1e-30) - 1:.1%} more."
 
 
-# Modules of a model that is cut
+# Modules of a model that is cut, and of one over a mesh of processes
 
 
-def _cut_module(plan: Plan, profile: Profile, cluster: Cluster, subject: str) -> Explanation:
-    figures = _price(plan, profile, cluster)
-    chosen = _alternative("as planned", plan, figures)
-    cuts = [cut for cut in plan.cuts if _touches(cut, subject)]
+def _cut_module(
+    plan: Plan, profile: Profile, cluster: Cluster, subject: str, figures: Estimate
+) -> tuple[list[str], list[OtherDevice]]:
+    """Say what of a module is cut, and what is whole and why, and price the model on one device."""
+    cuts = [cut for cut in plan.cuts if _touched(cut, subject)]
     size = format_bytes(_size(profile, subject))
     sentences = [f"{subject or 'the model'} ({size}) is on every rank{', cut' if cuts else ''}."]
-    found: list[OtherDevice] = []
-    for cut in cuts:
-        sentences.append(_cut_sentence(cut, subject))
+    sentences += [_cut_sentence(cut, subject) for cut in cuts]
     for row in plan.whole:
         names = [join(block, name) for block in row.blocks for name in row.names]
-        mine = [name for name in names if is_below(name, subject) or name == subject or is_below(subject, name)]
+        mine = [name for name in names if is_below(name, subject) or is_below(subject, name)]
         if mine:
             more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
-            verb = "are" if more else "is"
-            sentences.append(f"{mine[0]}{more} {verb} whole on every rank: {row.reason}.")
-    if not cuts and len(sentences) == 1:
+            sentences.append(f"{mine[0]}{more} {'are' if more else 'is'} whole on every rank: {row.reason}.")
+    if len(sentences) == 1:
         sentences.append("Nothing of it is cut, and it has no matrices that could be.")
     first = plan.devices[0].name
     alone = replace(plan, cuts=(), whole=(), mesh=None, stages=(), placements={"": first})
-    found.append(_alternative(f"the whole model on {first}", plan, _price(alone, profile, cluster)))
-    sentences += _verdict(chosen, found, plan)
-    return Explanation(
-        subject=subject, kind="module", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen,
-        alternatives=_sorted(found),
-    )  # fmt: skip
+    return sentences, [_alternative(f"the whole model on {first}", plan, _price(alone, profile, cluster))]
 
 
-def _touches(cut: Cut, subject: str) -> bool:
+def _touched(cut: Cut, subject: str) -> list[str]:
+    """The tensors of a module that a cut divides."""
     names = (join(block, shard.name) for block in cut.blocks for shard in cut.shards)
-    return any(is_below(name, subject) or name == subject for name in names)
+    return [name for name in names if is_below(name, subject)]
 
 
 def _cut_sentence(cut: Cut, subject: str) -> str:
-    mine = [
-        join(block, shard.name) for block in cut.blocks for shard in cut.shards
-        if is_below(join(block, shard.name), subject) or join(block, shard.name) == subject
-    ]  # fmt: skip
+    mine = _touched(cut, subject)
     reduces, gathers = count_collectives(cut.actions)
     ways = [f"{count} {name}" for count, name in ((reduces, "all-reduce"), (gathers, "all-gather")) if count]
     shares = ", ".join(map(str, cut.shares)) if len(set(cut.shares)) > 1 else f"{cut.shares[0]} each"
@@ -334,37 +319,59 @@ def _cut_sentence(cut: Cut, subject: str) -> str:
     )
 
 
+def _over_mesh(plan: Plan, subject: str) -> list[str]:
+    """Say how ranks of a mesh share a module."""
+    assert plan.mesh is not None
+    parts = []
+    if plan.mesh.pp > 1:
+        stages = [
+            str(number) for number, stage in enumerate(plan.stages)
+            if any(is_below(subject, path) or is_below(path, subject) for path in stage.paths)
+        ]  # fmt: skip
+        parts.append(f"it is in stage {', '.join(stages[:4])}{' …' if len(stages) > 4 else ''} of {len(plan.stages)}")
+    if plan.mesh.fsdp > 1:
+        parts.append(f"each of {plan.mesh.fsdp} replicas keeps a part of its parameters and gathers the rest")
+    if plan.mesh.tp > 1:
+        parts.append(f"its matrices are shared by {plan.mesh.tp} ranks, as far as they can be")
+    if plan.mesh.ep > 1:
+        parts.append(f"experts in it are divided over {plan.mesh.ep} ranks")
+    return ["; ".join(parts) or "every rank has all of it"]
+
+
 # Devices
 
 
-def _device(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> Explanation:
-    figures = _price(plan, profile, cluster)
+def _device(plan: Plan, figures: Estimate, name: str) -> Iterator[str]:
+    """Say what a device has, what fills it when it is fullest, and what it does with the time."""
     row = next(device for device in figures.devices if device.name == name)
     here = [path for path, device in plan.placements.items() if device == name]
-    sentences = []
+    at, stages = [device.name for device in plan.devices].index(name), plan.mesh.pp if plan.mesh is not None else 1
     if plan.cuts or plan.mesh is not None:
-        sentences.append(f"{name} is rank {[d.name for d in plan.devices].index(name)} of {len(plan.devices)}.")
-    if here:
+        yield f"{name} is rank {at} of {len(plan.devices)}."
+    own = None
+    if figures.ranks:
+        rank = at // (len(plan.devices) // stages)
+        own = next(one for one in figures.ranks if rank in one.stages)
+        mine = ", ".join(map(str, sorted(number for number in own.stages if number % stages == rank)))
+        has = f"stage{'s' if ',' in mine else ''} {mine}" if stages > 1 else "the whole depth of the model"
+        yield f"It has {has}."
+    elif here:
         span = here[0] if len(here) == 1 else f"{here[0]} to {here[-1]}, {len(here)} entries"
-        sentences.append(f"It has {span or 'the whole model'}.")
+        yield f"It has {span or 'the whole model'}."
     elif not plan.cuts and plan.mesh is None:
-        sentences.append("Nothing is on it: the plan is as good or better without it.")
-    parts = {
-        "weights": row.parameter_bytes + row.buffer_bytes, "activations": row.activation_bytes + row.transfer_bytes,
-        "gradients": row.gradient_bytes, "optimizer state": row.optimizer_bytes, "cache": row.cache_bytes,
-        "slots for streamed modules": row.slot_bytes, "overhead": row.overhead_bytes,
-    }  # fmt: skip
-    listed = ", ".join(f"{format_bytes(size)} {what}" for what, size in parts.items() if size)
+        yield "Nothing is on it: the plan is as good or better without it."
     if row.peak_bytes:
-        sentences.append(
-            f"At its peak it holds {format_bytes(row.peak_bytes)} of {format_bytes(row.memory_bytes)}: {listed}."
+        parts = sorted(device_parts(row).items(), key=lambda part: -part[1])
+        listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts if size)
+        when = "" if own is None else f" ({max(own.curve, key=lambda moment: sum(moment.bytes.values())).name})"
+        peak = f"{format_bytes(row.peak_bytes)} of {format_bytes(row.memory_bytes)}"
+        yield f"At its fullest moment{when} it holds {peak}: {listed}."
+        idle = f", and is idle for {format_seconds(own.idle_seconds)}" if own is not None else ""
+        yield (
+            f"Of {format_seconds(figures.latency_seconds)} it computes for {format_seconds(row.compute_seconds)} and "
+            f"waits for communication for {format_seconds(row.transfer_seconds)}{idle}."
         )
-        busy = f"In a pass it computes for {format_seconds(row.compute_seconds)}"
-        sentences.append(f"{busy} and waits for transfers for {format_seconds(row.transfer_seconds)}.")
-    full = row.peak_bytes / max(row.memory_bytes, 1)
-    if full > 0.95:
-        sentences.append("Its memory binds the plan: nothing sizeable can be added to it.")
+    if row.peak_bytes > FULL * row.memory_bytes:
+        yield "Its memory binds the plan: nothing sizeable can be added to it."
     if figures.pipelining is not None and here:
-        sentences += _stage_sentences(plan, figures.pipelining, here)
-    chosen = _alternative("as planned", plan, figures)
-    return Explanation(subject=name, kind="device", sentences=tuple(sentences), unit=_unit(plan), chosen=chosen)
+        yield from _stage_sentences(plan, figures.pipelining, here)

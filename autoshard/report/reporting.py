@@ -72,14 +72,13 @@ def explain(
 
     plan = as_plan(plan, profile)
     cluster = cluster_for(plan if devices is None else devices)
-    if plan.launch:
-        from autoshard.report.explained_processes import explain_study
-
-        return explain_study(_study(plan, profile, cluster, sizes=not subject), subject)
-    return find(plan, profile, cluster, subject)
+    return find(plan, profile, cluster, subject, _study(plan, profile, cluster, sizes=not subject))
 
 
-def _study(plan: "Plan", profile: "Profile", cluster: "Cluster", *, sizes: bool = True) -> "Study":
+def _study(plan: "Plan", profile: "Profile", cluster: "Cluster", *, sizes: bool = True) -> "Study | None":
+    """The search around a plan for processes; None of one for one process."""
+    if not plan.launch:
+        return None
     from autoshard.search.study import study
     from autoshard.search.traced import trace
 
@@ -109,15 +108,8 @@ def report(
     check_writable(path)
     plan = as_plan(plan, profile)
     cluster = cluster_for(plan if devices is None else devices)
-    if plan.launch:
-        from autoshard.report.page.processes import make_process_page
-
-        found = _study(plan, profile, cluster)
-        write_whole(path, make_process_page(found, profile, cluster, title=title, notes=cluster.notes))
-        return
+    study = _study(plan, profile, cluster)
     rows = (*comparison.alternatives, *comparison.peers) if comparison is not None else ()
-    page = make_page(
-        plan, estimate(plan, profile, cluster), profile, cluster,
-        title=title, notes=cluster.notes, alternatives=rows,
-    )  # fmt: skip
+    figures = estimate(plan, profile, cluster) if study is None else study.estimate
+    page = make_page(plan, figures, profile, cluster, title=title, alternatives=rows, study=study)
     write_whole(path, page)

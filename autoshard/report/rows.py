@@ -1,10 +1,13 @@
 """What the tables show, as plain rows: placements and modules folded by repeated block, transfers merged, bars cut."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
+from autoshard.capture.graph import TensorInfo
+from autoshard.common.module_paths import parent
 from autoshard.engine.estimate import DeviceEstimate, Transfer
 from autoshard.plan import Plan
+from autoshard.profile.measure import live_bytes
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.report.words import fold, runs
 
@@ -82,21 +85,6 @@ def entry_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
     return rows
 
 
-def holders(plan: Plan, device: str) -> str:
-    """Say which devices have what the placements put on `device`: with replicas or tensor-parallel ranks, several.
-
-    a mesh of 2 replicas x 2 stages    cuda:0   ->   cuda:0 and cuda:2
-    """
-    mesh, names = plan.mesh, [one.name for one in plan.devices]
-    if mesh is None or device not in names or mesh.data * mesh.tensor == 1:
-        return device
-    position = mesh.place(names.index(device))[1]
-    others = [
-        name for rank, name in enumerate(names[: mesh.size]) if mesh.place(rank)[1] == position and name != device
-    ]
-    return f"{device} and {others[0] if len(others) == 1 else f'{len(others)} more'}"
-
-
 def counts_up(before: str, after: str) -> int:
     """Return which part of a path is one more than before, all others being equal; -1 if none is."""
     a, b = before.split("."), after.split(".")
@@ -127,21 +115,36 @@ def module_rows(profile: Profile, depth: int) -> list[ModuleRow]:
 
 
 def children_of(profile: Profile) -> dict[str, list[ModuleProfile]]:
-    """Return the modules directly below every module."""
+    """Return what is directly below every module: modules, and before them its own tensors where it has modules, too.
+
+    model.scale, model.blocks   ->   "": scale (parameter), blocks (ModuleList)
+    """
     children: dict[str, list[ModuleProfile]] = {}
     for module in profile.modules:
         if module.path:
-            children.setdefault(module.path.rpartition(".")[0], []).append(module)
+            children.setdefault(parent(module.path), []).append(module)
+    for tensor in reversed(profile.graph.tensors):
+        if tensor.module in children:
+            children[tensor.module].insert(0, _as_module(tensor, profile))
     return children
+
+
+def _as_module(tensor: TensorInfo, profile: Profile) -> ModuleProfile:
+    """A parameter or buffer as a row of the module tree; tied ones count at their first name."""
+    first = next(one.name for one in profile.graph.tensors if one.storage == tensor.storage)
+    sizes = {field.name: 0 for field in fields(ModuleProfile) if field.type is int}
+    sizes[f"{tensor.kind}_bytes"] = tensor.nbytes if first == tensor.name else 0
+    return ModuleProfile(path=tensor.name, class_name=tensor.kind, **sizes)
 
 
 def signatures_of(
     profile: Profile, children: Mapping[str, Sequence[ModuleProfile]], look: Callable[[str], object] = lambda path: ()
 ) -> dict[str, int]:
-    """Return a number for every module, equal where class, figures, `look` and all below are."""
+    """Return a number for everything in the tree, equal where class, figures, `look` and all below are."""
     signatures: dict[str, int] = {}
     known: dict[tuple[object, ...], int] = {}
-    for module in reversed(profile.modules):
+    below_root = sorted((one for rows in children.values() for one in rows), key=lambda one: -one.path.count("."))
+    for module in (*below_root, profile.modules[0]):
         figures = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
         below = tuple((c.path.rpartition(".")[2], signatures.get(c.path, -1)) for c in children.get(module.path, ()))
         signatures[module.path] = known.setdefault((*figures, look(module.path), below), len(known))
@@ -173,7 +176,7 @@ def tied_modules(profile: Profile) -> set[str]:
 def transfer_rows(transfers: Sequence[Transfer]) -> list[TransferRow]:
     """Return one row per pair of devices and direction of the pass, in the order of first use."""
     groups: dict[tuple[str, str, bool], list[Transfer]] = {}
-    for transfer in transfers:
+    for transfer in (one for one in transfers if one.nbytes):
         groups.setdefault((transfer.source, transfer.destination, transfer.backward), []).append(transfer)
     return [
         TransferRow(
@@ -191,9 +194,7 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[TransferRow]:
 
 def _route(transfer: Transfer) -> str:
     """ "a.b.c -> a.b.d" with what both share said once: "a.b: c -> d"."""
-    made_by_root = not transfer.producer and not transfer.consumer  # inputs go to modules
-    producer = transfer.producer or ("own forward" if made_by_root else "inputs")
-    consumer = transfer.consumer or "outputs"
+    producer, consumer = transfer.producer or "(model)", transfer.consumer or "(model)"
     a, b = producer.split("."), consumer.split(".")
     shared = 0
     while shared < min(len(a), len(b)) - 1 and a[shared] == b[shared]:
@@ -220,6 +221,22 @@ def device_parts(device: DeviceEstimate) -> dict[str, int]:
         "streamed": device.slot_bytes + device.stored_bytes,
         "overhead": device.overhead_bytes,
     }
+
+
+def peak_parts(profile: Profile) -> dict[str, int]:
+    """Return what a model on one device holds at its fullest moment; the parts add up to the profile's peak."""
+    graph, live = profile.graph, live_bytes(profile.graph)
+    parts = {"weights": profile.parameter_bytes + profile.buffer_bytes, "optimizer state": profile.optimizer_bytes}
+    parts |= {"gradients": 0, "cache": 0}
+    if profile.peak_bytes > sum(parts.values()) + int(live.max()):  # at the optimizer's step
+        parts["gradients"] = profile.gradient_bytes
+    else:
+        kinds = {graph.values[value].storage: "cache" for value in graph.state}
+        kinds |= {graph.values[value].storage: "gradients" for _, value in graph.gradients}
+        for storage, born, died in graph.lives():
+            if storage.index in kinds and born <= int(live.argmax()) < died:
+                parts[kinds[storage.index]] += storage.nbytes
+    return {**parts, "activations": profile.peak_bytes - sum(parts.values())}
 
 
 def device_runs(devices: Sequence[DeviceEstimate]) -> list[tuple[DeviceEstimate, str]]:

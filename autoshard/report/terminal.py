@@ -10,8 +10,7 @@ from autoshard.engine.estimate import DeviceEstimate, Estimate, level
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
-from autoshard.report.cuts import print_cuts
-from autoshard.report.figures import time_rows
+from autoshard.report.figures import count_parameters, time_rows, used_devices
 from autoshard.report.layout import (
     INDENT,
     Column,
@@ -27,21 +26,18 @@ from autoshard.report.layout import (
     print_table,
     table_width,
 )
-from autoshard.report.pipelined import print_pipelining
-from autoshard.report.processes import print_curve, print_mesh, print_ranks
+from autoshard.report.ranks import print_curve, print_mesh, print_ranks, print_stages
 from autoshard.report.rows import (
     PARTS,
     cut_bar,
     device_parts,
     device_runs,
-    entry_rows,
-    holders,
     module_rows,
-    placed_rows,
+    peak_parts,
     tied_modules,
     transfer_rows,
 )
-from autoshard.report.streamed import print_groups, print_streamed
+from autoshard.report.where import print_cuts, print_placements, print_streamed
 
 MARKS = {
     "weights": ("blue", "█", "#"),
@@ -59,48 +55,36 @@ BAR_WIDTH = 22
 LEAST_BAR = 12
 """Bars are as wide as fits beside the figures."""
 MOST_ROWS = 48
-SCATTERED = 24
-"""Rows of modules above which those of a kind on one device are told together: experts of some layers, say."""
 MOST_TRANSFERS = 12
 
 
 def print_plan(
-    console: Console,
-    plan: Plan,
-    estimate: Estimate,
-    profile: Profile,
-    *,
-    title: str = "",
-    kinds: "dict[str, str] | None" = None,
-    notes: Iterable[str] = (),
-) -> None:
-    """Print a plan and what it costs: devices, modules, times, transfers, reasons, notes."""
+    console: Console, plan: Plan, estimate: Estimate, profile: Profile, *, title: str = "",
+    kinds: "dict[str, str] | None" = None, notes: Iterable[str] = (),
+) -> None:  # fmt: skip
+    """Print a plan of any kind and what it costs: devices, what is where, times, transfers, reasons, notes."""
     print_heading(console, title, profile)
-    used = [device for device in estimate.devices if device.peak_bytes > 0]
     how = "as the device map says" if plan.strategy == "device_map" else f"{plan.strategy}, for {plan.objective}"
-    sentence = f"{how}: {len(used)} of {len(estimate.devices)} devices used"
+    sentence = f"{how}: {len(used_devices(plan, estimate))} of {len(estimate.devices)} devices used"
     print_section(console, "Plan", sentence if estimate.fits else f"{sentence}, and it does not fit")
     _print_bars(console, estimate, kinds or {d.name: d.kind for d in plan.devices})
-    if plan.launch:
+    if plan.mesh is not None:
         print_mesh(console, plan)
-    elif plan.cuts:
+    if plan.cuts and not plan.launch:
         print_cuts(console, plan, profile)
     elif plan.streamed:
         print_streamed(console, plan, profile, estimate.streaming)
-    else:
-        print_section(console, "Modules")
-        _print_placements(console, plan, profile)
-    if estimate.pipelining is not None:
-        print_pipelining(console, estimate.pipelining)
+    elif plan.mesh is not None and plan.mesh.pp > 1:
+        print_stages(console, plan, estimate)
+    elif plan.mesh is None:
+        print_placements(console, plan, profile)
     print_section(console, "Predicted")
-    columns = [Column(), Column(right=True), Column(flexible=True)]
     rows: list[list[str | Text]] = [[*row] for row in time_rows(plan, estimate, profile)]
     for row in rows:
         row[1] = Text(str(row[1]), style="bold" if row[1] == format_seconds(estimate.latency_seconds) else "")
-    print_table(console, columns, rows, INDENT)
-    if plan.launch:
-        print_ranks(console, plan, estimate)
-        print_curve(console, plan, estimate)
+    print_table(console, [Column(), Column(right=True), Column(flexible=True)], rows, INDENT)
+    print_ranks(console, plan, estimate)
+    print_curve(console, plan, estimate)
     _print_transfers(console, estimate)
     print_sentences(console, "Why", [as_sentence(reason) for reason in plan.reasons])
     print_sentences(console, "Notes", [*capture_notes(profile), *estimate_notes(estimate), *notes])
@@ -127,29 +111,18 @@ def print_profile(
             label.append(f"  {row.count} x", style="bold")
             label.append(" each", style="bright_black")
         weights = module.parameter_bytes + module.buffer_bytes
-        table.append(
-            [
-                label,
-                module.class_name,
-                "tied" if module.path in tied else _bytes(weights),
-                _bytes(module.saved_bytes if training else module.peak_bytes),
-                format_number(module.flops / 1e9) if module.flops else "-",
-                *([_bytes(module.cache_bytes)] if profile.cache_bytes else []),
-            ]
-        )
+        cells: list[str | Text] = [
+            label, module.class_name, "tied" if module.path in tied else _bytes(weights),
+            _bytes(module.saved_bytes if training else module.peak_bytes),
+            format_number(module.flops / 1e9) if module.flops else "-",
+        ]  # fmt: skip
+        table.append([*cells, *([_bytes(module.cache_bytes)] if profile.cache_bytes else [])])
     console.print()
     print_table(console, columns, table)
     print_left_off(console, len(rows) - MOST_ROWS, "modules", "--json lists all")
-    print_section(console, "On one device")
-    totals = {
-        "weights": profile.parameter_bytes + profile.buffer_bytes,
-        "gradients": profile.gradient_bytes,
-        "optimizer state": profile.optimizer_bytes,
-        "activations at their peak": profile.activation_peak_bytes,
-        "cache": profile.cache_bytes,
-    }
-    lines: list[list[str | Text]] = [[name, _bytes(nbytes)] for name, nbytes in totals.items() if nbytes]
-    lines.append(["in all, at the peak", Text(format_bytes(profile.peak_bytes), style="bold")])
+    print_section(console, "On one device", "at its fullest moment")
+    lines: list[list[str | Text]] = [[name, _bytes(nbytes)] for name, nbytes in peak_parts(profile).items() if nbytes]
+    lines.append(["in all", Text(format_bytes(profile.peak_bytes), style="bold")])
     lines.append(["compute", f"{format_flops(profile.flops)}, mostly in {profile.dtype}"])
     print_table(console, [Column(), Column()], lines, INDENT)
     print_sentences(console, "Notes", [*capture_notes(profile), *notes])
@@ -170,10 +143,8 @@ def describe_workload(workload: Workload, dtype: str) -> str:
 def print_heading(console: Console, title: str, profile: Profile) -> None:
     """Print what the model is and what the figures are valid for."""
     root = profile.modules[0]
-    by_storage = {t.storage: t for t in reversed(profile.graph.tensors) if t.kind == "parameter"}
-    parameters = sum(t.nbytes // t.dtype.itemsize for t in by_storage.values())
     weights = format_bytes(profile.parameter_bytes + profile.buffer_bytes)
-    about = f"  {format_count(parameters)} parameters, {weights}"
+    about = f"  {format_count(count_parameters(profile))} parameters, {weights}"
     if title:
         about = f"  {root.class_name}{about}"
     line = fitted(console, Text(title or root.class_name, style="bold"), max(console.width - len(about), 12))
@@ -231,37 +202,16 @@ def _cells(console: Console, part: str, count: int = 1) -> Text:
     return Text((mark if is_unicode(console) else ascii_mark) * count, style=style)
 
 
-def _print_placements(console: Console, plan: Plan, profile: Profile) -> None:
-    columns = [
-        Column(title="Module", flexible=True),
-        Column(right=True),
-        Column(title="Class", style="bright_black", flexible=True),
-        Column(title="Weights", right=True),
-        Column(title="Device", style="bold"),
-    ]
-    rows, tied, pinned = placed_rows(plan, profile), tied_modules(profile), set(plan.pins)
-    if len(rows) > SCATTERED and not pinned:
-        print_groups(console, entry_rows(plan, profile), plan)
-        return
-    table = []
-    for row in rows[:MOST_ROWS]:
-        device = f"{holders(plan, row.device)} (pinned)" if row.path in pinned else holders(plan, row.device)
-        weights = "tied" if row.path in tied and not row.nbytes else _bytes(row.nbytes)
-        table.append([row.path, f"{row.count} x" if row.count > 1 else "", row.class_name, weights, device])
-    print_table(console, columns, table)
-    print_left_off(console, len(rows) - MOST_ROWS, "rows", "--json and -o list all")
-
-
 def _print_transfers(console: Console, estimate: Estimate) -> None:
-    rows = transfer_rows([transfer for transfer in estimate.transfers if transfer.nbytes])
+    rows = transfer_rows(estimate.transfers)
     if not rows:
         return
     count, nbytes = sum(row.count for row in rows), sum(row.nbytes for row in rows)
     seconds = format_seconds(sum(row.seconds for row in rows))
-    per = "step" if any(row.backward for row in rows) else "pass"
-    tensors = f"{count} tensor{'s' if count > 1 else ''}"
-    print_section(console, "Transfers", f"{tensors}, {format_bytes(nbytes)}, {seconds} per {per}")
     backward = any(row.backward for row in rows)
+    tensors = f"{count} tensor{'s' if count > 1 else ''}"
+    per = "step" if backward else "pass"
+    print_section(console, "Transfers", f"{tensors}, {format_bytes(nbytes)}, {seconds} per {per}")
     columns = [
         Column(title="From"),
         Column(title="To"),

@@ -7,12 +7,17 @@ the middle of what is left. The answer fits and the next size does not: both wer
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
 
-from autoshard.errors import AutoshardError
+from autoshard.cluster.cluster import Cluster
+from autoshard.errors import AutoshardError, PlanError
+from autoshard.plan.workload import Workload
+from autoshard.search.best import search
+from autoshard.search.choose import Chosen
+from autoshard.search.reasons import used_bytes
 
 Made = TypeVar("Made")
 MOST = 2**30
@@ -85,3 +90,46 @@ def _where_full(fits: dict[int, float]) -> int:
         further = [root.real for root in map(complex, roots) if abs(root.imag) < 1e-9 and root.real > x]
         line = min([line, *further])
     return int(min(line, float(MOST)))
+
+
+def largest_chosen(
+    vary: str, workload: Workload, planned: Callable[[Workload], tuple[Made, Chosen | None]], cluster: Cluster,
+    num_microbatches: int | None = None, tried: Callable[[int, float | None], None] | None = None,
+) -> tuple[Made, Chosen] | None:  # fmt: skip
+    """The plan for processes with the largest batch or sequence that fits, with what `planned` gave beside it.
+
+    None where `planned` gives none for the first size: then one process is planned. Raises what planning raises there.
+    """
+    batch = vary == "batch_size"
+    step = (len(cluster.devices) if workload.training else 1) * (num_microbatches or 1) if batch else 1
+    start = max(1, -(-(getattr(workload, vary) or (1 if batch else 512)) // step)) * step
+
+    def at(size: int) -> tuple[Made, Chosen | None]:
+        return planned(replace(workload, **{vary: size, "assumed": False}))  # type: ignore[arg-type]
+
+    first = at(start)[1]
+    if first is None:
+        return None
+
+    def make(size: int) -> tuple[int, float]:
+        if batch:
+            return size, _fullness(first, size)
+        chosen = at(size)[1]
+        if chosen is None:
+            raise PlanError(f"sequences of {size} tokens are planned for one process.")
+        return size, chosen.estimate.fullest.peak_bytes / max(1, chosen.estimate.fullest.memory_bytes)
+
+    found = largest(make, start=start, step=step, tried=tried)
+    other, chosen = at(found.size)
+    assert chosen is not None
+    said = f"{vary.replace('_', ' ')} {found.size} is the largest that fits: of {len(found.trials)} that were tried "
+    reasons = (*chosen.plan.reasons[:-1], f"{said}no larger one did", chosen.plan.reasons[-1])
+    return other, replace(chosen, plan=replace(chosen.plan, reasons=reasons))
+
+
+def _fullness(chosen: Chosen, batch: int) -> float:
+    """How full the fullest device is with another batch. Raises `PlanError` where no recipe fits."""
+    best = search(replace(chosen.task, limits=replace(chosen.task.limits, samples=batch))).best
+    if best is None:
+        raise PlanError(f"no recipe fits with a batch of {batch}.")
+    return used_bytes(best) / max(1, chosen.estimate.fullest.memory_bytes)

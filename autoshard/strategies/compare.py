@@ -155,7 +155,7 @@ def lowest(profile: Profile, cluster: Cluster, objective: str) -> float:
 
 
 def explained(comparison: Comparison) -> Plan:
-    """The plan that is taken, with what the others would cost, and how far it is from the bound, in its reasons."""
+    """The plan that is taken, with what the others would cost in its reasons."""
     chosen = comparison.chosen
     assert chosen.plan is not None
     reasons = [*chosen.plan.reasons]
@@ -169,10 +169,7 @@ def explained(comparison: Comparison) -> Plan:
             reasons.append(f"with a process per device (torchrun) {row.name}: {_figure(row, comparison)}, {better}")
         else:
             reasons.append(f"not chosen: {row.name}: {_figure(row, comparison)}")
-    reasons.append(
-        f"chosen: {chosen.name}: {_figure(chosen, comparison)}; no plan of any kind on these devices is below "
-        f"{_shown(comparison.bound, comparison.objective, _answers(chosen))}{_above(comparison.gap)}"
-    )
+    reasons.append(f"chosen: {chosen.name}: {_figure(chosen, comparison)}")
     return replace(chosen.plan, reasons=tuple(reasons))
 
 
@@ -204,11 +201,6 @@ def _shown(value: float, objective: str, answers: bool) -> str:
         return f"{value:.2%} of the fullest device's memory"
     each, between = ("per answer", "between answers") if answers else ("per pass", "between passes")
     return f"{format_seconds(value)} {each if objective == 'latency' else between}"
-
-
-def _above(gap: float) -> str:
-    """How far a plan is from the bound; the bound counts no launches, copies or sums, and may be far from any plan."""
-    return f", this one is {gap:.1%} above it" if gap < 1 else ""
 
 
 def _first_sentence(text: str) -> str:

@@ -2,7 +2,6 @@
 
 import io
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,10 +13,10 @@ from torch import nn
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
-from autoshard.plan import Mesh, Plan, PlanDevice
+from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.workload import Workload
 from autoshard.report.devices import print_devices, print_hardware
-from autoshard.report.rows import cut_bar, holders, placed_rows, transfer_rows
+from autoshard.report.rows import cut_bar, placed_rows, transfer_rows
 from autoshard.report.terminal import print_plan, print_profile
 
 GIB = 2**30
@@ -104,14 +103,6 @@ def shown(call, *arguments, width=80, colour=False, encoding="utf-8", **settings
     call(console, *arguments, **settings)
     stream.flush()
     return stream.buffer.getvalue().decode(encoding)
-
-
-def test_all_devices_that_hold_a_module_are_named():
-    devices = tuple(PlanDevice(name=f"cuda:{i}", kind="generic", memory_bytes=1) for i in range(8))
-    plan = replace(plan_of({"": "cuda:0"}), devices=devices)
-    assert holders(plan, "cuda:0") == "cuda:0"
-    assert holders(replace(plan, mesh=Mesh(dp=2, pp=2)), "cuda:1") == "cuda:1 and cuda:3"
-    assert holders(replace(plan, mesh=Mesh(dp=2, pp=2, tp=2)), "cuda:0") == "cuda:0 and 3 more"
 
 
 @given(st.integers(1, 6), st.data())
@@ -207,7 +198,7 @@ head                Linear         tied  cuda:1 (pinned)
 Predicted
   one pass        500 ms  12 tokens/s
   busiest device  250 ms  cuda:0; 24 tokens/s if passes overlap
-  lower bound     400 ms  this plan is 25.0 % above it
+  lower bound     400 ms  no placement is faster; this one is 25.0% above
 
 Transfers  1 tensor, 1.00 MiB, 2.00 ms per pass
 From    To      Tensors     Bytes     Time  Largest

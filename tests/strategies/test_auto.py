@@ -99,10 +99,9 @@ def test_the_same_plan_each_time():
     assert one.to_json() == other.to_json()
 
 
-def test_reasons_say_what_was_not_chosen_and_the_bound():
+def test_reasons_say_what_was_not_chosen():
     text = "\n".join(explained(compare(request())).reasons)
-    for words in ("with a process per device (torchrun) column-parallel", "not chosen: pipeline", "chosen: placement",
-                  "no plan of any kind on these devices is below"):  # fmt: skip
+    for words in ("with a process per device (torchrun) column-parallel", "not chosen: pipeline", "chosen: placement"):
         assert words in text, words
 
 

@@ -1,5 +1,7 @@
 """The colours of pictures: parts of memory, kinds of events, devices. Each is used beside a word, never alone."""
 
+from collections.abc import Sequence
+
 PARTS = {
     "weights": "#3b7dd8",
     "gradients": "#d1495b",
@@ -25,17 +27,14 @@ KINDS = {
     "reduce": "#3aa76d",
 }
 HELD = {
-    "context, allocator": "#8a8f98",
+    "context, allocator": PARTS["overhead"],
     "workspace": "#b4b9c1",
-    "weights": PARTS["weights"],
-    "optimizer": PARTS["optimizer"],
-    "gradients": PARTS["gradients"],
-    "cache": PARTS["cache"],
+    **{part: PARTS[part] for part in ("weights", "optimizer", "gradients", "cache")},
     "unsharded parameters": "#7fb2ee",
     "activations": PARTS["activations"],
     "transient": "#f0cf8e",
 }
-"""Kinds of memory of a rank over a step, from the bottom of a picture to its top."""
+"""Kinds of memory of a rank over a step, what is there all the time first."""
 SPENT = {"kernels": "#3b7dd8", "waits for communication": "#e0a030", "idle": "#c3c8d0"}
 """What a rank does with the time of a step."""
 _DEVICES = (
@@ -52,6 +51,6 @@ _DEVICES = (
 )
 
 
-def device_colours(names: "tuple[str, ...] | list[str]") -> dict[str, str]:
+def device_colours(names: Sequence[str]) -> dict[str, str]:
     """Return a colour per device. Beyond ten they begin again: names tell devices apart."""
     return {name: _DEVICES[i % len(_DEVICES)] for i, name in enumerate(names)}

@@ -1,13 +1,50 @@
-"""The timeline as compact data: lanes, and events that refer to them by number."""
+"""What happens when under a plan of any kind, and as compact data: lanes, and events that refer to them by number."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from autoshard.cluster.cluster import Cluster
 from autoshard.engine.estimate import Event
-from autoshard.engine.events import LINKS
+from autoshard.engine.events import LINKS, events
+from autoshard.plan import Plan
+from autoshard.profile.profile import Profile
+from autoshard.search.study import Study
 
 MOST_EVENTS = 4000
+
+
+def events_of(
+    plan: Plan, profile: Profile, cluster: Cluster, study: Study | None, most: int = 10_000
+) -> tuple[Sequence[Event], str]:
+    """Return what happens in a pass, and in words what was left out; of equal ranks the first is followed."""
+    return (events(plan, profile, cluster), "") if study is None else _played(study, most)
+
+
+def _played(study: Study, most: int) -> tuple[list[Event], str]:
+    """The played step as events on the first device of every class of ranks, of fewer classes where they are many."""
+    played = study.played()
+    each = len(study.plan.devices) // study.own.recipe.pp
+    names = [device.name for device in study.plan.devices[::each]]
+    first = {rank.first for rank in study.estimate.ranks}
+    numbers = [number for number, name in enumerate(names) if name in first]
+    said = [] if abs(played.stretch - 1) < 0.0005 else [
+        f"The order of the micro-batches, played by the clock, is stretched by {played.stretch - 1:+.1%} to the price."
+    ]  # fmt: skip
+    own = [span for span in played.spans if span.rank in numbers]
+    if len(own) > most:
+        kept = max(2, most * len(numbers) // len(own))
+        some = {numbers[round(at * (len(numbers) - 1) / (kept - 1))] for at in range(kept)}
+        own = [span for span in own if span.rank in some]
+        said.append(f"{len(some)} of {len(numbers)} classes of ranks are drawn.")
+    found = [
+        Event(
+            device=names[span.rank], kind=span.kind, begin_seconds=span.begin, end_seconds=span.end, stage=span.stage,
+            microbatch=span.microbatch, label=span.label,
+        )
+        for span in own
+    ]  # fmt: skip
+    return found, " ".join(said)
 
 
 def lane_of(event: Event) -> tuple[str, bool]:

@@ -1,96 +1,112 @@
-"""Put the page together: figures as the template shows them, and the data that its script draws from."""
+"""The page of a plan of any kind: what its estimate has, as tables and pictures, and the data that its script draws."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.engine.estimate import DeviceEstimate, Estimate
-from autoshard.engine.events import events
+from autoshard.engine.estimate import DeviceEstimate, Estimate, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.report.figures import speed
+from autoshard.report.devices import link_rows
+from autoshard.report.figures import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
 from autoshard.report.layout import format_number
-from autoshard.report.page.assumptions import assumptions
-from autoshard.report.page.colours import KINDS, PARTS, device_colours
-from autoshard.report.page.lanes import timeline_data
-from autoshard.report.page.sizes import cell_data, grids, unit
-from autoshard.report.page.summary import key_figures, sentences, verdict
+from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
+from autoshard.report.page.lanes import events_of, timeline_data
+from autoshard.report.page.sources import efficiency, formulas, hardware_rows
 from autoshard.report.page.tree import module_tree
+from autoshard.report.ranks import ranks_label
 from autoshard.report.rows import device_parts, device_runs, tied_modules, transfer_rows
-from autoshard.report.terminal import describe_workload
+from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.sizes import Cell
+from autoshard.search.study import Study
 from autoshard.strategies.compare import Alternative
 
 if TYPE_CHECKING:
     from jinja2 import Template
 
+MOST_LANES = 16
+OUTSIDE = "context, allocator"
+"""What is taken of a device beside tensors: it is there all the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table of the page. `numbers`: columns that stand to the right; `chosen`: first cell of the marked row."""
+
+    label: str
+    heads: tuple[str, ...]
+    rows: Sequence[Sequence[str]]
+    numbers: tuple[int, ...] = ()
+    chosen: str = ""
+
 
 def make_page(
-    plan: Plan,
-    estimate: Estimate,
-    profile: Profile,
-    cluster: Cluster,
-    *,
-    title: str = "",
-    notes: Iterable[str] = (),
-    alternatives: Sequence[Alternative] = (),
-    cells: Sequence[Cell] = (),
-) -> str:
+    plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, *, title: str = "", notes: Iterable[str] = (),
+    alternatives: Sequence[Alternative] = (), cells: Sequence[Cell] = (), study: Study | None = None,
+) -> str:  # fmt: skip
     """Return one HTML document that needs no other file and no network.
 
     `alternatives`: the best plan of every strategy, this one among them. `cells`: of other sizes and devices, the
-    plan's own first.
+    plan's own first. `study`: of a plan for processes, which has the other meshes and sizes itself.
     """
-    return render(
-        "page.html.j2", plan, estimate, profile, cluster, title=title, notes=notes, cells=cells,
-        scripts=("page.js", "tree.js", "sizes.js"),
-        timeline=timeline_data(events(plan, profile, cluster), cluster.names, estimate.recorded_seconds),
-        subtitle=f"{plan.strategy}, for {plan.objective}",
-        figures=key_figures(plan, estimate, profile),
+    ranks, reasons = estimate.ranks, plan.reasons if study is None else study.reasons
+    happening, drawn = events_of(plan, profile, cluster, study)
+    names = [rank.first for rank in ranks] if study is not None else cluster.names
+    timeline = timeline_data(happening, names, estimate.recorded_seconds)
+    if study is not None:
+        labels = {rank.first: ranks_label(rank, plan).partition(" · ")[0] for rank in ranks}
+        timeline["lanes"] = [" ".join(labels.get(word, word) for word in name.split()) for name in timeline["lanes"]]
+    start = next((reason for reason in reversed(reasons) if reason.startswith("start it")), "")
+    parts = [part for part in PARTS if any(device_parts(device)[part] for device in estimate.devices)]
+    every = [*capture_notes(profile), *estimate_notes(estimate), *map(as_sentence, (*notes, *cluster.notes))]
+    cells = cells if study is None else study.cells
+    return _template().render(
+        title=title or profile.modules[0].class_name, workload=describe_workload(plan.workload, profile.dtype),
+        plan=plan, estimate=estimate, profile=profile, verdict=verdict(plan, estimate),
+        figures=[*time_rows(plan, estimate, profile), fullest_row(estimate), *moved_row(estimate)],
         sentences=sentences(plan, estimate, profile),
-        lanes=_lanes(estimate, cluster),
-        legend=[part for part in PARTS if any(device_parts(device)[part] for device in estimate.devices)],
+        to_fit="" if study is None else study.to_fit,
+        start=start.partition(": ")[2],
+        devices=[_device(device, label, cluster) for device, label in device_runs(estimate.devices)],
+        parts={f"{part} {format_bytes(_sum(estimate, part))}": PARTS[part] for part in parts},
         part_colours=PARTS,
-        device_colours=device_colours([device.name for device in cluster.devices]),
-        tree=module_tree(plan, profile),
-        tied=tied_modules(profile),
-        pinned=set(plan.pins),
+        moments=[_moments(rank, plan, estimate) for rank in _shown_ranks(ranks)],
+        kinds=_kinds(ranks),
+        spent=[_spent(rank, plan, estimate) for rank in _evenly(ranks, MOST_LANES)],
+        spent_colours=SPENT,
+        token_parts=Table(
+            label="A further token", heads=("Cause", "Time"), numbers=(1,),
+            rows=[(name, format_seconds(seconds)) for name, seconds in estimate.token_parts.items()],
+        ),
+        drawn=drawn,
+        tree=module_tree(plan, profile), tied=tied_modules(profile), cut=bool(plan.cuts) and not plan.launch,
+        places=plan.mesh is None or plan.mesh.pp > 1,
+        device_colours=device_colours(cluster.names),
+        stages=_stages(plan),
         transfers=_transfers(estimate),
-        alternatives=sorted(alternatives, key=lambda one: one.value),
-        chosen=next((one.name for one in alternatives if _decisions(one.plan) == _decisions(plan)), ""),
+        changes=[] if study is None else [as_sentence(change) for change in study.changes],
+        grids=_grids(cells, unit_of(plan.workload)) if len(cells) > 1 else [],
+        priced_how=_priced_how(plan),
+        alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan),
+        why=[as_sentence(reason) for reason in dict.fromkeys(reasons) if reason != start],
+        efficiency=efficiency(plan), formulas=formulas(plan), notes=list(dict.fromkeys(every)),
+        hardware=Table(
+            label="Hardware figures", heads=("Hardware", "Devices", "Compute", "Memory", "Launch", "Source"),
+            rows=hardware_rows(cluster),
+        ),
+        links=Table(label="Links", heads=("Link", "Latency", "Between"), rows=link_rows(cluster)),
+        plan_json=plan.to_json(),
+        data=_embedded({"timeline": timeline, "kinds": KINDS}),
+        style=_page_file("page.css"), script=_page_file("page.js"),
     )  # fmt: skip
 
 
-def render(
-    name: str, plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, *, title: str, notes: Iterable[str],
-    timeline: Mapping[str, Any], cells: Sequence[Cell], scripts: Sequence[str], **more: Any,
-) -> str:  # fmt: skip
-    """Fill a template with what every page shows, and with `more`."""
-    data = {"timeline": timeline, "kinds": KINDS, "cells": cell_data(cells)}
-    return _template(name).render(
-        title=title or profile.modules[0].class_name,
-        workload=describe_workload(plan.workload, profile.dtype),
-        plan=plan,
-        estimate=estimate,
-        profile=profile,
-        verdict=verdict(estimate),
-        assumptions=assumptions(plan, estimate, profile, cluster, notes),
-        grids=grids(cells) if len(cells) > 1 else [],
-        unit=unit(plan.workload),
-        speed=speed,
-        plan_json=plan.to_json(),
-        data=_embedded(data),
-        style=_page_file("page.css"),
-        script="\n".join(map(_page_file, scripts)),
-        **more,
-    )
-
-
-def _template(name: str) -> "Template":
-    """The template of a page, with the filters that write figures."""
+def _template() -> "Template":
+    """The template of the page, with the filters that write figures."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -98,7 +114,7 @@ def _template(name: str) -> "Template":
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": format_number}
-    return environment.get_template(name)
+    return environment.get_template("page.html.j2")
 
 
 def _embedded(data: Any) -> str:
@@ -112,34 +128,184 @@ def _page_file(name: str) -> str:
     return resources.files("autoshard.report.page").joinpath(name).read_text(encoding="utf-8")
 
 
-def _lanes(estimate: Estimate, cluster: Cluster) -> list[dict[str, Any]]:
-    """One lane per device, equal neighbours folded: what fills its memory, as shares of the lane."""
+# ---- memory and time
+
+
+def _sum(estimate: Estimate, part: str) -> int:
+    return sum(device_parts(device)[part] for device in estimate.devices)
+
+
+def _device(device: DeviceEstimate, label: str, cluster: Cluster) -> dict[str, Any]:
+    """What fills a device's memory, as shares of its lane, and in words."""
+    full = max(device.memory_bytes, device.peak_bytes, 1)
+    parts = {name: nbytes for name, nbytes in device_parts(device).items() if nbytes}
+    kind = cluster.device(device.name).kind
+    free = device.free_bytes
+    left = f"{format_bytes(free)} free" if free >= 0 else f"{format_bytes(-free)} too little"
+    words = [f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}, {left}"]
+    words += [f"computes {format_seconds(device.compute_seconds)}"] if device.compute_seconds else []
+    words += [f"waits {format_seconds(device.transfer_seconds)}"] if device.transfer_seconds else []
+    return {
+        "label": (label, "" if kind == "generic" else kind),
+        "words": "; ".join(words) if device.peak_bytes else f"unused, {format_bytes(device.memory_bytes)}",
+        "parts": {name: 100 * nbytes / full for name, nbytes in parts.items()},
+        "bar": ", ".join([*(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items()), left]),
+        "limit": 100 * device.memory_bytes / full,
+    }
+
+
+def _shown_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
+    """The fullest class of ranks first, then the others that differ most: the first, the last, the emptiest."""
+    by_peak = sorted(ranks, key=lambda rank: -rank.peak_bytes)
+    found: list[RankEstimate] = []
+    for rank in (*by_peak[:1], *ranks[:1], *ranks[-1:], *by_peak[-1:]):
+        found += [rank] if rank not in found else []
+    return found
+
+
+def _evenly(ranks: Sequence[RankEstimate], most: int) -> list[RankEstimate]:
+    """So many of the classes, first and last among them."""
+    if len(ranks) <= most:
+        return list(ranks)
+    return [ranks[round(at * (len(ranks) - 1) / (most - 1))] for at in range(most)]
+
+
+def _held(rank: RankEstimate) -> list[tuple[str, dict[str, int]]]:
+    """(moment, bytes by kind) of a class of ranks; the fullest moment adds up to its peak."""
+    fullest = max(sum(moment.bytes.values()) for moment in rank.curve)
+    return [(moment.name, {OUTSIDE: rank.peak_bytes - fullest, **moment.bytes}) for moment in rank.curve]
+
+
+def _kinds(ranks: Sequence[RankEstimate]) -> dict[str, str]:
+    """The kinds of memory that occur, with their colours, what is there all the time first."""
+    found = {kind for rank in ranks for _, kinds in _held(rank) for kind, nbytes in kinds.items() if nbytes}
+    return {kind: HELD.get(kind, "#999999") for kind in (*(k for k in HELD if k in found), *sorted(found - set(HELD)))}
+
+
+def _moments(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    """What a class of ranks holds at each moment, as shares of a lane, and in words."""
+    memory = next(device.memory_bytes for device in estimate.devices if device.name == rank.first)
+    full = max(memory, rank.peak_bytes, 1)
     lanes = []
-    for device, label in device_runs(estimate.devices):
-        full = max(device.memory_bytes, device.peak_bytes, 1)
-        parts = [
-            {"name": name, "nbytes": nbytes, "percent": 100 * nbytes / full}
-            for name, nbytes in device_parts(device).items() if nbytes
-        ]  # fmt: skip
-        lanes.append(
-            {
-                "label": label,
-                "name": device.name,
-                "hardware": cluster.device(device.name).kind,
-                "device": device,
-                "parts": parts,
-                "limit_percent": 100 * device.memory_bytes / full,
-                "words": _words(device),
-            }
-        )
-    return lanes
+    for name, parts in _held(rank):
+        said = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in sorted(parts.items(), key=lambda p: -p[1]) if n)
+        lanes.append({
+            "label": (name, ""), "words": f"{format_bytes(sum(parts.values()))}: {said}",
+            "parts": {kind: 100 * parts.get(kind, 0) / full for kind in _kinds([rank])},
+            "limit": 100 * memory / full,
+        })  # fmt: skip
+    said = f"at most {format_bytes(rank.peak_bytes)} of {format_bytes(memory)}"
+    return {"label": ranks_label(rank, plan), "said": said, "lanes": lanes, "level": level(rank.peak_bytes, memory)}
 
 
-def _words(device: DeviceEstimate) -> str:
-    """What fills a device, for those who don't see the bar."""
-    parts = [f"{name} {format_bytes(nbytes)}" for name, nbytes in device_parts(device).items() if nbytes]
-    rest = f"free {format_bytes(device.free_bytes)}" if device.free_bytes >= 0 else "over full"
-    return ", ".join([*parts, rest])
+def _spent(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, Any]:
+    """What a class of ranks does with the time, as shares of its lane, and in words."""
+    seconds = (rank.compute_seconds, rank.exposed_seconds, rank.idle_seconds)
+    parts = dict(zip(SPENT, seconds, strict=True))
+    return {
+        "label": (ranks_label(rank, plan), ""),
+        "words": ", ".join(f"{name} {format_seconds(part)}" for name, part in parts.items() if part),
+        "parts": {name: 100 * part / max(estimate.latency_seconds, 1e-30) for name, part in parts.items()},
+    }
+
+
+# ---- tables
+
+
+def _stages(plan: Plan) -> Table:
+    staged = plan.mesh is not None and plan.mesh.pp > 1
+    rows = [(str(number), ", ".join(stage.paths)) for number, stage in enumerate(plan.stages)]
+    label = "Stages" if staged else "Modules that are gathered as one"
+    return Table(label=label, heads=("Stage" if staged else "Group", "Modules"), rows=rows)
+
+
+def _transfers(estimate: Estimate) -> Table:
+    """What moves per pass: tensors by pair of devices, and streamed parameters."""
+    rows = [
+        [
+            row.source, row.destination, str(row.count), format_bytes(row.nbytes), format_seconds(row.seconds),
+            f"{'backward: ' if row.backward else ''}{row.largest}",
+        ]
+        for row in transfer_rows(estimate.transfers)
+    ]  # fmt: skip
+    rows += [
+        [
+            link.source, link.destination, str(link.fetches), format_bytes(link.nbytes), format_seconds(link.seconds),
+            f"parameters of {link.modules} streamed modules",
+        ]
+        for link in (estimate.streaming.links if estimate.streaming is not None else ())
+    ]  # fmt: skip
+    heads = ("From", "To", "Count", "Bytes", "Time", "Largest")
+    return Table(label="Transfers by link", heads=heads, rows=rows, numbers=(2, 3, 4))
+
+
+def _grids(cells: Sequence[Cell], unit: str) -> list[Table]:
+    """Cells as tables of batches and devices, one per length of the sequence, the plan's own first."""
+    lengths = sorted({cell.tokens for cell in cells}, key=lambda n: (n != next(c.tokens for c in cells if c.own), n))
+    found = []
+    for tokens in lengths:
+        own = [cell for cell in cells if cell.tokens == tokens]
+        columns = sorted({(cell.card, cell.devices) for cell in own})
+        rows = []
+        for batch in sorted({cell.batch for cell in own}):
+            at = {(cell.card, cell.devices): cell for cell in own if cell.batch == batch}
+            rows.append([str(batch or "as recorded"), *(_cell(at.get(column), unit) for column in columns)])
+        heads = [f"{n} x {card}" if card else f"{n} device{'s' if n > 1 else ''}" for card, n in columns]
+        label = f"{tokens} tokens per sequence: batch by devices" if tokens else "Batch by devices"
+        chosen = next((str(cell.batch or "as recorded") for cell in own if cell.own), "")
+        found.append(Table(label=label, heads=("Batch", *heads), rows=rows, chosen=chosen))
+    return found
+
+
+def _cell(cell: Cell | None, unit: str) -> str:
+    if cell is None:
+        return "not priced"
+    if not cell.mesh:
+        return "nothing fits"
+    said = f"{format_seconds(cell.seconds)}, {format_number(cell.tokens_per_second)} {unit}/s"
+    return f"{said}; {cell.mesh}, " + (f"does not fit: {cell.full:.0%}" if cell.full > 1 else f"{cell.full:.0%} full")
+
+
+def _priced_how(plan: Plan) -> str:
+    if plan.launch:
+        return "The best plan of each size."
+    return (
+        "On its own devices, this plan with another batch or length, as `autoshard estimate PLAN --batch B --seq S`; "
+        f"on others, whole modules placed anew, as `autoshard plan TARGET --devices SPEC --strategy {plan.strategy}`."
+    )
+
+
+def _meshes(study: Study) -> Table:
+    """The best recipe of every mesh that fits."""
+    rows = [
+        [
+            row.mesh, row.how, format_seconds(row.seconds), format_number(row.tokens_per_second),
+            format_bytes(row.peak_bytes), row.beside,
+        ]
+        for row in study.rows
+    ]  # fmt: skip
+    heads = ("Mesh", "Recipe", "Time", "Tokens/s", "Fullest device", "Beside this plan")
+    label = f"The best recipe of every mesh that fits, of {study.searched.priced} that were priced"
+    chosen = next(row.mesh for row in study.rows if row.chosen)
+    return Table(label=label, heads=heads, rows=rows, numbers=(2, 3, 4), chosen=chosen)
+
+
+def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
+    """The best plan of every strategy."""
+    rows = []
+    for one in sorted(alternatives, key=lambda one: one.value):
+        remark = one.refused or ("" if one.usable else "needs one process per device (torchrun)")
+        if one.estimate is None:
+            rows.append([one.name, "no plan", *["–"] * 4, remark])
+            continue
+        found = one.estimate
+        figures = format_seconds(found.latency_seconds), format_seconds(found.bottleneck_seconds)
+        sizes = format_bytes(found.fullest.peak_bytes), _bytes(found.moved_bytes)
+        rows.append([one.name, "yes" if found.fits else "no", *figures, *sizes, remark])
+    heads = ("Strategy", "Fits", "Time", "Busiest device", "Fullest device", "Moved", "Remark")
+    chosen = next((one.name for one in alternatives if _decisions(one.plan) == _decisions(plan)), "")
+    rows = [[*row[:-1], "this plan" if row[0] == chosen else row[-1]] for row in rows]
+    return Table(label="Table of alternatives", heads=heads, rows=rows, numbers=(2, 3, 4, 5), chosen=chosen)
 
 
 def _decisions(plan: Plan | None) -> tuple[object, ...]:
@@ -150,12 +316,5 @@ def _decisions(plan: Plan | None) -> tuple[object, ...]:
     return dict(plan.placements), plan.cuts, dict(plan.streamed), *order
 
 
-def _transfers(estimate: Estimate) -> dict[str, Any]:
-    """Rows of what moves per pass, with the largest for the bars."""
-    rows = transfer_rows([transfer for transfer in estimate.transfers if transfer.nbytes])
-    links = estimate.streaming.links if estimate.streaming is not None else ()
-    return {
-        "rows": rows,
-        "links": links,
-        "most": max([row.nbytes for row in rows] + [link.nbytes for link in links], default=0),
-    }
+def _bytes(nbytes: int) -> str:
+    return format_bytes(nbytes) if nbytes else "–"

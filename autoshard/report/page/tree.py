@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from autoshard.common.module_paths import above
 from autoshard.engine.cuts import trace_cuts
 from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
@@ -71,19 +72,15 @@ def module_tree(plan: Plan, profile: Profile) -> Node:
 def _find(plan: Plan, profile: Profile) -> _Where:
     """Add every tensor's bytes up the tree, storages once."""
     where, seen = _Where(), set()
-    parts = trace_cuts(profile.graph, plan.cuts).parts if plan.cuts else {}
+    parts = trace_cuts(profile.graph, plan.cuts).parts if plan.cuts and not plan.launch else {}
     for tensor in profile.graph.tensors:
         entry = covering_entry(plan.placements, tensor.name)
         device = "" if entry is None else plan.placements[entry]
         nbytes = 0 if tensor.storage in seen else profile.graph.storages[tensor.storage].nbytes
         seen.add(tensor.storage)
-        path = tensor.module
-        while True:
+        for path in (tensor.name, *above(tensor.name)):
             held = where.devices.setdefault(path, {})
             held[device] = held.get(device, 0) + nbytes
             if tensor.value in parts:
                 where.cut[path] = where.cut.get(path, 0) + nbytes
-            if not path:
-                break
-            path = path.rpartition(".")[0]
     return where

@@ -1,4 +1,4 @@
-"""A plan for one process per device on the terminal: its mesh, what it predicts, and memory over a step."""
+"""A plan over a mesh on the terminal: its degrees, its stages, what ranks do with the time, and memory over a step."""
 
 from rich.console import Console
 from rich.text import Text
@@ -7,6 +7,7 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
 from autoshard.report.layout import INDENT, Column, print_left_off, print_section, print_table
+from autoshard.report.words import fold_paths
 
 MEANING = {
     "dp": "replicas with all parameters of their part",
@@ -16,44 +17,49 @@ MEANING = {
     "cp": "parts of every sequence",
     "ep": "groups of experts",
 }
-MOST_STAGES = 8
+MOST_STAGES = 16
 MOST_RANKS = 8
 CURVE_WIDTH = 10
 
 
 def print_mesh(console: Console, plan: Plan) -> None:
-    """Print the degrees larger than 1, the micro-batches, and the stages of a pipeline."""
+    """Print the degrees larger than 1, and how a step is divided."""
     assert plan.mesh is not None
     degrees = {name: degree for name, degree in plan.mesh.degrees.items() if degree > 1}
     print_section(console, "Mesh", ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device")
     rows: list[list[str | Text]] = [[name, str(degree), MEANING[name]] for name, degree in degrees.items()]
-    if plan.workload.training:
+    if plan.launch and plan.workload.training:
         rows.append(["micro-batch", str(plan.micro_batch), f"samples, {plan.num_microbatches} of them per step"])
-        rows.append(["recompute", plan.recompute, ""])
-        rows.append(["precision", plan.precision, ""])
+        rows += [["recompute", plan.recompute, ""], ["precision", plan.precision, ""]]
+    elif plan.num_microbatches > 1:
+        rows.append(["micro-batches", str(plan.num_microbatches), "per step" if plan.workload.training else "per pass"])
     elif plan.precision:
         rows.append(["weights", plan.precision, ""])
     if plan.schedule != "none":
         rows.append(["schedule", plan.schedule, ""])
     print_table(console, [Column(style="bold"), Column(), Column(style="bright_black", flexible=True)], rows, INDENT)
-    if plan.mesh.pp > 1:
-        _print_stages(console, plan)
 
 
-def _print_stages(console: Console, plan: Plan) -> None:
-    columns = [Column(title="Stage", right=True), Column(title="Modules", flexible=True), Column(title="First rank on")]
-    shown = list(range(len(plan.stages)))
-    if len(shown) > MOST_STAGES:
-        shown = [*shown[: MOST_STAGES - 2], -1, shown[-1]]
+def print_stages(console: Console, plan: Plan, estimate: Estimate) -> None:
+    """Print the stages of a pipeline, with seconds and bytes of one micro-batch where each was priced by itself."""
+    priced = estimate.pipelining.stages if estimate.pipelining is not None else ()
+    training = any(stage.backward_seconds for stage in priced)
+    titles = ("Forward", "Backward", "Keeps", "In flight") if training else ("Forward",) if priced else ()
+    print_section(console, "Stages", "seconds and bytes of one micro-batch" if priced else "and their first ranks")
     rows: list[list[str | Text]] = []
-    for index in shown:
-        if index < 0:
-            rows.append(["…", "", ""])
-            continue
-        paths = plan.stages[index].paths
-        text = ", ".join(paths) if len(paths) < 4 else f"{paths[0]}, {paths[1]} … {paths[-1]} ({len(paths)})"
-        rows.append([str(index), text, plan.placements[paths[0]] if paths else ""])
+    for index, stage in enumerate(plan.stages[:MOST_STAGES]):
+        device = priced[index].device if priced else plan.placements[stage.paths[0]] if stage.paths else ""
+        row: list[str | Text] = [str(index), device, fold_paths(stage.paths)]
+        if priced:
+            one = priced[index]
+            figures = [format_seconds(one.forward_seconds), format_seconds(one.backward_seconds)]
+            figures += [format_bytes(one.activation_bytes), f"{one.in_flight}{', recomputed' if one.recompute else ''}"]
+            row += figures[: len(titles)]
+        rows.append(row)
+    columns = [Column(title="Stage", right=True), Column(title="Device", style="bold")]
+    columns += [Column(title="Modules", flexible=True), *(Column(title=title, right=True) for title in titles)]
     print_table(console, columns, rows)
+    print_left_off(console, len(plan.stages) - MOST_STAGES, "stages", "--json lists all")
 
 
 def ranks_label(rank: RankEstimate, plan: Plan) -> str:
@@ -67,7 +73,7 @@ def ranks_label(rank: RankEstimate, plan: Plan) -> str:
 
 
 def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
-    """Print what each class of ranks does with the time, and how full it is."""
+    """Print what each class of ranks does with the time, and how full it is; nothing of one class."""
     if len(estimate.ranks) < 2:
         return
     print_section(console, "Ranks", "seconds of kernels, of waiting for communication, and idle")
@@ -84,7 +90,7 @@ def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
 
 
 def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
-    """Print what the fullest rank holds at each moment of a step or an answer."""
+    """Print what the fullest rank holds at each moment of a step or an answer, where that was followed."""
     if not estimate.curve:
         return
     totals = [sum(moment.bytes.values()) for moment in estimate.curve]
