@@ -211,7 +211,6 @@ def _argmax(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     """While generating: the most likely token is taken to be number 1, so that the loop goes on with known tokens."""
     if not engine.answer_argmax:
         return _ranked(engine, func, args, kwargs) if engine.invent else NotImplemented
-    engine.assume("generated tokens were taken to be number 1")
     return engine.real_filled(engine.shapes.run(func, args, kwargs), 1)
 
 

@@ -43,6 +43,19 @@ class DeviceEstimate:
         """Left over; negative if the plan does not fit."""
         return self.memory_bytes - self.peak_bytes
 
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes at the fullest moment by what they are for, which add up to the peak; copies count as activations."""
+        return {
+            "weights": self.parameter_bytes + self.buffer_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activation_bytes + self.transfer_bytes,
+            "cache": self.cache_bytes,
+            "streamed": self.slot_bytes + self.stored_bytes,
+            "overhead": self.overhead_bytes,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:

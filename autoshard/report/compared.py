@@ -29,60 +29,61 @@ def print_comparison(console: Console, found: Comparison, *, title: str) -> None
     print_sentences(console, "Not possible", refused)
 
 
-def _print_rows(console: Console, rows: Sequence[Alternative], found: Comparison) -> None:
-    titles = ("Devices", "Fullest", "One pass", "Busiest", "Moved")
-    columns = [Column(title="Strategy", flexible=True), *(Column(title=title, right=True) for title in titles)]
-    print_table(console, columns, [_row(one, found) for one in rows])
+STRATEGY_TITLES = ("Devices", "Fullest", "One pass", "Busiest", "Moved")
 
 
-def _row(one: Alternative, found: Comparison) -> list[str | Text]:
-    chosen = one is found.chosen
-    name = Text(one.name, style="bold" if chosen else "")
-    if not one.usable:
-        name.append("  torchrun", style="bright_black")
+def strategy_cells(one: Alternative) -> list[str | Text]:
+    """What stands under `STRATEGY_TITLES`."""
     if one.plan is None or one.estimate is None:
-        return [name, Text("not possible", style="bright_black"), "", "", "", ""]
+        return [Text("not possible", style="bright_black"), "", "", "", ""]
     figures = one.estimate
     fullest = figures.fullest
-    share = fullest.peak_bytes / max(fullest.memory_bytes, 1)
+    share = f"{fullest.peak_bytes / max(fullest.memory_bytes, 1):.0%}"
     return [
-        name,
         str(devices_used(one)),
-        Text(f"{share:.0%}", style="" if figures.fits else "bold red"),
+        Text(share, style="" if figures.fits else "bold red"),
         format_seconds(figures.latency_seconds),
         format_seconds(figures.bottleneck_seconds),
         format_bytes(figures.moved_bytes) if figures.moved_bytes else "-",
     ]
 
 
+def _print_rows(console: Console, rows: Sequence[Alternative], found: Comparison) -> None:
+    titles = [Column(title=title, right=True) for title in STRATEGY_TITLES]
+    cells = []
+    for one in rows:
+        name = Text(one.name, style="bold" if one is found.chosen else "")
+        cells.append([name if one.usable else name.append("  torchrun", style="bright_black"), *strategy_cells(one)])
+    print_table(console, [Column(title="Strategy", flexible=True), *titles], cells)
+
+
 def _why(found: Comparison) -> list[str]:
+    """Why the one that is taken is, and how far the others are from it."""
     chosen = found.chosen
     assert chosen.plan is not None
     measure = {"memory": "leaves the most memory", "throughput": "has the least to do on its busiest device"}
     best = measure.get(found.objective, "has the fastest pass")
     if found.objective == "throughput" and found.training:
         best = "has the fastest step"
-    above = f", {found.gap:.1%} above what no plan on these devices can be below" if found.gap < 1 else ""
-    sentences = [f"{chosen.name} {best}{above}."]
     if not found.bound:  # of recipes for processes: none is known
-        sentences = [
-            f"{chosen.name} is taken: it {best}, or is the simplest of those within {AS_GOOD - 1:.0%} of that."
-        ]
-        return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
-    faster = [one for one in found.alternatives if one.plan is not None and one.value < chosen.value * (1 - 1e-9)]
-    if faster:
+        sentences = [f"{chosen.name} {best}, or is the simplest of those within {AS_GOOD - 1:.0%} of that."]
+    else:
+        above = f", {found.gap:.1%} above what no plan on these devices can be below" if found.gap < 1 else ""
+        sentences = [f"{chosen.name} {best}{above}."]
+    faster = [one for one in found.alternatives if not one.usable and one.value < chosen.value * (1 - 1e-9)]
+    if faster and found.bound:
         one = min(faster, key=lambda row: row.value)
-        gain = 1 - one.value / chosen.value
-        sentences.append(f"With one process per device (torchrun) {one.name} would be {gain:.0%} better.")
-    fitting = [
-        one for one in found.peers if one.estimate is not None and one.estimate.fits and math.isfinite(one.value)
-    ]
+        sentences.append(
+            f"With one process per device (torchrun) {one.name} would be {1 - one.value / chosen.value:.0%} better."
+        )
+    priced = [one for one in found.peers if one.estimate is not None]
+    fitting = [one for one in priced if one.estimate is not None and one.estimate.fits and math.isfinite(one.value)]
     if fitting:
         one = min(fitting, key=lambda row: row.value)
         sentences.append(f"{one.name} takes {one.value / chosen.value:.2f} times as much.")
-    if any(one.estimate is not None and not one.estimate.fits for one in found.peers):
-        names = [one.name for one in found.peers if one.estimate is not None and not one.estimate.fits]
-        sentences.append(f"{', '.join(names)}: a device would run out of memory.")
+    too_large = [one.name for one in priced if one.estimate is not None and not one.estimate.fits]
+    if too_large:
+        sentences.append(f"{', '.join(too_large)}: a device would run out of memory.")
     return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
 
 

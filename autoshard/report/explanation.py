@@ -16,7 +16,6 @@ from autoshard.errors import SpecError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
-from autoshard.report.rows import device_parts
 from autoshard.report.terminal import as_sentence
 from autoshard.search.study import Study
 from autoshard.strategies.paths import collapse
@@ -361,7 +360,7 @@ def _device(plan: Plan, figures: Estimate, name: str) -> Iterator[str]:
     elif not plan.cuts and plan.mesh is None:
         yield "Nothing is on it: the plan is as good or better without it."
     if row.peak_bytes:
-        parts = sorted(device_parts(row).items(), key=lambda part: -part[1])
+        parts = sorted(row.parts.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts if size)
         when = "" if own is None else f" ({max(own.curve, key=lambda moment: sum(moment.bytes.values())).name})"
         peak = f"{format_bytes(row.peak_bytes)} of {format_bytes(row.memory_bytes)}"

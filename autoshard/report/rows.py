@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields, replace
 
 from autoshard.capture.graph import TensorInfo
 from autoshard.common.module_paths import parent
+from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Transfer
 from autoshard.plan import Plan
 from autoshard.profile.measure import live_bytes
@@ -46,6 +47,15 @@ class TransferRow:
     nbytes: int
     seconds: float
     largest: str
+
+    @property
+    def cells(self) -> list[str]:
+        """What stands under `TRANSFER_TITLES`."""
+        where = [self.source, self.destination, str(self.count), format_bytes(self.nbytes)]
+        return [*where, format_seconds(self.seconds), f"{'backward: ' if self.backward else ''}{self.largest}"]
+
+
+TRANSFER_TITLES = ("From", "To", "Tensors", "Bytes", "Time", "Largest")
 
 
 def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
@@ -204,23 +214,6 @@ def _route(transfer: Transfer) -> str:
     if not shared:
         return f"{producer} -> {consumer}"
     return f"{'.'.join(a[:shared])}: {'.'.join(a[shared:])} -> {'.'.join(b[shared:])}"
-
-
-PARTS = ("weights", "gradients", "optimizer", "activations", "cache", "streamed", "overhead")
-"""What a device's memory holds, in the order in which a bar shows it."""
-
-
-def device_parts(device: DeviceEstimate) -> dict[str, int]:
-    """Return the bytes of every one of `PARTS`; copies from other devices count as activations."""
-    return {
-        "weights": device.parameter_bytes + device.buffer_bytes,
-        "gradients": device.gradient_bytes,
-        "optimizer": device.optimizer_bytes,
-        "activations": device.activation_bytes + device.transfer_bytes,
-        "cache": device.cache_bytes,
-        "streamed": device.slot_bytes + device.stored_bytes,
-        "overhead": device.overhead_bytes,
-    }
 
 
 def peak_parts(profile: Profile) -> dict[str, int]:

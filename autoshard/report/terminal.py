@@ -28,9 +28,8 @@ from autoshard.report.layout import (
 )
 from autoshard.report.ranks import print_curve, print_mesh, print_ranks, print_stages
 from autoshard.report.rows import (
-    PARTS,
+    TRANSFER_TITLES,
     cut_bar,
-    device_parts,
     device_runs,
     module_rows,
     peak_parts,
@@ -50,6 +49,7 @@ MARKS = {
     "free": ("bright_black", "·", "."),
 }
 """(colour, mark, mark in ASCII) of what fills a device: parts must be told apart without colour too."""
+PARTS = tuple(MARKS)[:-1]
 FULLNESS = {"": "", "amber": "bold yellow", "bad": "bold red"}
 BAR_WIDTH = 22
 LEAST_BAR = 12
@@ -182,7 +182,7 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
     print_table(console, columns, rows)
     items = []
     for part in PARTS:
-        total = sum(device_parts(device)[part] for device in estimate.devices)
+        total = sum(device.parts[part] for device in estimate.devices)
         if total:
             items.append(_cells(console, part).append(f" {part} {format_bytes(total)}", style="default"))
     items.append(_cells(console, "free").append(" free", style="default"))
@@ -191,7 +191,7 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
 
 def _bar(console: Console, device: DeviceEstimate, width_of_all: int) -> Text:
     bar = Text()
-    widths = cut_bar(list(device_parts(device).values()), device.memory_bytes, width_of_all)
+    widths = cut_bar(list(device.parts.values()), device.memory_bytes, width_of_all)
     for part, width in zip((*PARTS, "free"), (*widths, width_of_all - sum(widths)), strict=True):
         bar.append_text(_cells(console, part, width))
     return bar
@@ -208,28 +208,15 @@ def _print_transfers(console: Console, estimate: Estimate) -> None:
         return
     count, nbytes = sum(row.count for row in rows), sum(row.nbytes for row in rows)
     seconds = format_seconds(sum(row.seconds for row in rows))
-    backward = any(row.backward for row in rows)
     tensors = f"{count} tensor{'s' if count > 1 else ''}"
-    per = "step" if backward else "pass"
+    per = "step" if any(row.backward for row in rows) else "pass"
     print_section(console, "Transfers", f"{tensors}, {format_bytes(nbytes)}, {seconds} per {per}")
-    columns = [
-        Column(title="From"),
-        Column(title="To"),
-        *(Column(title=name, right=True) for name in ("Tensors", "Bytes", "Time")),
-        *([Column(style="bright_black")] if backward else []),
-        Column(title="Largest", style="bright_black", flexible=True),
-    ]
     slowest = sorted(rows, key=lambda row: -row.seconds)[:MOST_TRANSFERS]
     shown = [row for row in rows if row in slowest]
-    table = [
-        [
-            *(row.source, row.destination, str(row.count), format_bytes(row.nbytes), format_seconds(row.seconds)),
-            *([("backward" if row.backward else "forward")] if backward else []),
-            row.largest,
-        ]
-        for row in shown
-    ]
-    print_table(console, columns, table)
+    *titles, largest = TRANSFER_TITLES
+    columns = [Column(title=title, right=i > 1) for i, title in enumerate(titles)]
+    columns.append(Column(title=largest, style="bright_black", flexible=True))
+    print_table(console, columns, [row.cells for row in shown])
     print_left_off(console, len(rows) - len(shown), "pairs of devices", "the slowest are shown, --json lists all")
 
 

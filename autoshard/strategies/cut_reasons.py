@@ -111,14 +111,11 @@ def lacking_memory(task: CutTask, closest: Choice, remedy: str) -> str:
     """Say which device lacks how much though all is cut that can be, and what may help."""
     over = [peak - device.budget_bytes for peak, device in zip(closest.peaks, closest.devices, strict=True)]
     rank = max(range(len(over)), key=lambda index: over[index])
-    device, need, profile = closest.devices[rank], closest.peaks[rank], task.profile
-    parts = {
-        "activations": profile.activation_peak_bytes, "cache": profile.cache_bytes,
-        "parameters": need - (profile.peak_bytes - profile.parameter_bytes),
-    }  # fmt: skip
-    named = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in sorted(parts.items(), key=lambda p: -p[1]) if size > 0
-    )
+    device, need = closest.devices[rank], closest.peaks[rank]
+    assert closest.figures is not None
+    row = next(row for row in closest.figures.devices if row.name == device.name)
+    parts = [(size, name) for name, size in row.parts.items() if size and name != "overhead"]
+    named = ", ".join(f"{name} {format_bytes(size)}" for size, name in sorted(parts, reverse=True))
     lack = f", {format_bytes(over[rank])} too little" if over[rank] > 0 else ""
     return (
         f"the model does not fit: cut as far as it can be, {device.name} needs {format_bytes(need)} and has "

@@ -11,6 +11,7 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Estimate, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
+from autoshard.report.compared import STRATEGY_TITLES, strategy_cells
 from autoshard.report.devices import link_rows
 from autoshard.report.figures import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
 from autoshard.report.layout import format_number
@@ -19,7 +20,7 @@ from autoshard.report.page.lanes import events_of, timeline_data
 from autoshard.report.page.sources import efficiency, formulas, hardware_rows
 from autoshard.report.page.tree import module_tree
 from autoshard.report.ranks import ranks_label
-from autoshard.report.rows import device_parts, device_runs, tied_modules, transfer_rows
+from autoshard.report.rows import TRANSFER_TITLES, TransferRow, device_runs, tied_modules, transfer_rows
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.sizes import Cell
 from autoshard.search.study import Study
@@ -61,7 +62,7 @@ def make_page(
         labels = {rank.first: ranks_label(rank, plan).partition(" · ")[0] for rank in ranks}
         timeline["lanes"] = [" ".join(labels.get(word, word) for word in name.split()) for name in timeline["lanes"]]
     start = next((reason for reason in reversed(reasons) if reason.startswith("start it")), "")
-    parts = [part for part in PARTS if any(device_parts(device)[part] for device in estimate.devices)]
+    parts = [part for part in PARTS if any(device.parts[part] for device in estimate.devices)]
     every = [*capture_notes(profile), *estimate_notes(estimate), *map(as_sentence, (*notes, *cluster.notes))]
     cells = cells if study is None else study.cells
     return _template().render(
@@ -132,13 +133,13 @@ def _page_file(name: str) -> str:
 
 
 def _sum(estimate: Estimate, part: str) -> int:
-    return sum(device_parts(device)[part] for device in estimate.devices)
+    return sum(device.parts[part] for device in estimate.devices)
 
 
 def _device(device: DeviceEstimate, label: str, cluster: Cluster) -> dict[str, Any]:
     """What fills a device's memory, as shares of its lane, and in words."""
     full = max(device.memory_bytes, device.peak_bytes, 1)
-    parts = {name: nbytes for name, nbytes in device_parts(device).items() if nbytes}
+    parts = {name: nbytes for name, nbytes in device.parts.items() if nbytes}
     kind = cluster.device(device.name).kind
     free = device.free_bytes
     left = f"{format_bytes(free)} free" if free >= 0 else f"{format_bytes(-free)} too little"
@@ -221,22 +222,15 @@ def _stages(plan: Plan) -> Table:
 
 def _transfers(estimate: Estimate) -> Table:
     """What moves per pass: tensors by pair of devices, and streamed parameters."""
-    rows = [
-        [
-            row.source, row.destination, str(row.count), format_bytes(row.nbytes), format_seconds(row.seconds),
-            f"{'backward: ' if row.backward else ''}{row.largest}",
-        ]
-        for row in transfer_rows(estimate.transfers)
+    links = estimate.streaming.links if estimate.streaming is not None else ()
+    brought = [
+        TransferRow(
+            source=link.source, destination=link.destination, backward=False, count=link.fetches, nbytes=link.nbytes,
+            seconds=link.seconds, largest=f"parameters of {link.modules} streamed modules",
+        ) for link in links
     ]  # fmt: skip
-    rows += [
-        [
-            link.source, link.destination, str(link.fetches), format_bytes(link.nbytes), format_seconds(link.seconds),
-            f"parameters of {link.modules} streamed modules",
-        ]
-        for link in (estimate.streaming.links if estimate.streaming is not None else ())
-    ]  # fmt: skip
-    heads = ("From", "To", "Count", "Bytes", "Time", "Largest")
-    return Table(label="Transfers by link", heads=heads, rows=rows, numbers=(2, 3, 4))
+    rows = [row.cells for row in (*transfer_rows(estimate.transfers), *brought)]
+    return Table(label="Transfers by link", heads=TRANSFER_TITLES, rows=rows, numbers=(2, 3, 4))
 
 
 def _grids(cells: Sequence[Cell], unit: str) -> list[Table]:
@@ -292,29 +286,17 @@ def _meshes(study: Study) -> Table:
 
 def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
     """The best plan of every strategy."""
-    rows = []
+    rows, chosen = [], ""
     for one in sorted(alternatives, key=lambda one: one.value):
         remark = one.refused or ("" if one.usable else "needs one process per device (torchrun)")
-        if one.estimate is None:
-            rows.append([one.name, "no plan", *["–"] * 4, remark])
-            continue
-        found = one.estimate
-        figures = format_seconds(found.latency_seconds), format_seconds(found.bottleneck_seconds)
-        sizes = format_bytes(found.fullest.peak_bytes), _bytes(found.moved_bytes)
-        rows.append([one.name, "yes" if found.fits else "no", *figures, *sizes, remark])
-    heads = ("Strategy", "Fits", "Time", "Busiest device", "Fullest device", "Moved", "Remark")
-    chosen = next((one.name for one in alternatives if _decisions(one.plan) == _decisions(plan)), "")
-    rows = [[*row[:-1], "this plan" if row[0] == chosen else row[-1]] for row in rows]
-    return Table(label="Table of alternatives", heads=heads, rows=rows, numbers=(2, 3, 4, 5), chosen=chosen)
+        if one.plan is not None and not chosen and _decisions(one.plan) == _decisions(plan):
+            chosen, remark = one.name, "this plan"
+        rows.append([one.name, *map(str, strategy_cells(one)), remark])
+    heads = ("Strategy", *STRATEGY_TITLES, "Remark")
+    return Table(label="Table of alternatives", heads=heads, rows=rows, numbers=(1, 2, 3, 4, 5), chosen=chosen)
 
 
-def _decisions(plan: Plan | None) -> tuple[object, ...]:
+def _decisions(plan: Plan) -> tuple[object, ...]:
     """What makes two plans the same."""
-    if plan is None:
-        return ()
     order = plan.mesh, plan.stages, plan.num_microbatches, plan.schedule
     return dict(plan.placements), plan.cuts, dict(plan.streamed), *order
-
-
-def _bytes(nbytes: int) -> str:
-    return format_bytes(nbytes) if nbytes else "–"
