@@ -7,24 +7,15 @@ from autoshard.common.sizes import format_bytes
 
 _CELL = "text-align:left;padding:.15em .8em .15em 0"
 _NUMBER = "text-align:right;padding:.15em .8em .15em 0;font-variant-numeric:tabular-nums"
+MOST_LINES = 60
 MOST_ROWS = 40
 
 
-def plan_html(
-    heading: str, devices: Sequence[tuple[str, str, int]], remarks: Sequence[str], runs: Sequence[tuple[str, str, str]],
-    reasons: Sequence[str],
-) -> str:  # fmt: skip
-    """Return a plan: its devices (name, kind, bytes), what is cut or streamed, runs of placements on one, and why."""
-    sizes = [(name, kind, _size(nbytes)) for name, kind, nbytes in devices]
-    parts = [
-        f"<b>Plan: {escape(heading)}</b>",
-        _table(("Device", "Hardware", "Memory"), sizes, {2}),
-        *(f"<div>{escape(remark)}</div>" for remark in remarks),
-        _table(("Modules", "", "Device"), runs, set()) if runs else "",
-    ]
-    if reasons:
-        parts.append(f"<ul>{''.join(f'<li>{escape(reason)}</li>' for reason in reasons)}</ul>")
-    return f"<div>{''.join(parts)}</div>"
+def plan_html(summary: str) -> str:
+    """Return the summary of a plan, the first lines of a long one."""
+    lines = summary.splitlines()
+    more = [f"and {len(lines) - MOST_LINES} more lines"] if len(lines) > MOST_LINES else []
+    return f"<pre>{escape(chr(10).join([*lines[:MOST_LINES], *more]))}</pre>"
 
 
 def profile_html(heading: str, totals: Mapping[str, int], modules: Sequence[tuple[str, str, int, int, int]]) -> str:

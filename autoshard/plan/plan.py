@@ -235,8 +235,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
-        devices = [(device.name, device.kind, device.memory_bytes) for device in self.devices]
-        return plan_html(self.heading, devices, self.remarks, self.runs, self.reasons)
+        return plan_html(self.summary())
 
     def to_json(self) -> str:
         """Write the plan as JSON text; the same plan gives the same bytes."""

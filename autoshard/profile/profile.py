@@ -73,9 +73,7 @@ class Profile:
             "weights": self.parameter_bytes + self.buffer_bytes,
             "gradients": self.gradient_bytes,
             "optimizer state": self.optimizer_bytes,
-            "activations at their peak": self.activation_peak_bytes,
-            "cache": self.cache_bytes,
-            "in all, at the peak": self.peak_bytes,
+            "at the fullest moment, with activations": self.peak_bytes,
         }
         shown = [
             (one.path, one.class_name, one.parameter_bytes + one.buffer_bytes, one.peak_bytes, one.flops)

@@ -327,9 +327,7 @@ def _refusal(task: CutTask, degree: int | None) -> str:
         other = replace(task, cluster=larger, price=price, banned=dict(task.banned))
         if _best(other, count + more) is not None:
             many = "one more device" if more == 1 else f"{more} more devices"
-            return lacking_memory(
-                task, closest, f"It was checked that it fits with {many} like {closest.devices[0].name}."
-            )
+            return lacking_memory(closest, f"It was checked that it fits with {many} like {closest.devices[0].name}.")
     lack = max(peak - one.budget_bytes for peak, one in zip(closest.peaks, closest.devices, strict=True))
     for factor in (1.01, 1.5):
         extra = round_up(max(lack, 1) * factor)
@@ -337,8 +335,8 @@ def _refusal(task: CutTask, degree: int | None) -> str:
         other = replace(task, cluster=larger, price=Pricer(task.profile, larger), banned=dict(task.banned))
         if _best(other, degree) is not None:
             return lacking_memory(
-                task, closest, f"It was checked that it fits if every device has {format_bytes(extra)} more."
+                closest, f"It was checked that it fits if every device has {format_bytes(extra)} more."
             )
     return lacking_memory(
-        task, closest, 'Take larger devices, or use strategy="balanced", which keeps each module on one device only.'
+        closest, 'Take larger devices, or use strategy="balanced", which keeps each module on one device only.'
     )

@@ -107,7 +107,7 @@ def no_such_degree(degree: int, degrees: Sequence[int], even: bool, why: Iterabl
     return said + 'Use strategy="balanced", which places whole modules.'
 
 
-def lacking_memory(task: CutTask, closest: Choice, remedy: str) -> str:
+def lacking_memory(closest: Choice, remedy: str) -> str:
     """Say which device lacks how much though all is cut that can be, and what may help."""
     over = [peak - device.budget_bytes for peak, device in zip(closest.peaks, closest.devices, strict=True)]
     rank = max(range(len(over)), key=lambda index: over[index])

@@ -1,6 +1,7 @@
 """What can be cut, in words: a model with grouped heads as it is printed, as JSON, and how names are folded."""
 
 import json
+import re
 
 import pytest
 
@@ -52,19 +53,19 @@ example_inputs = torch.zeros(2, 10, dtype=torch.long)
 PRINTED = """
 outside of repeated blocks  12.6 KiB of matrices
   50 slices: table rows
-    99 % of the bytes; one all-reduce of 5.00 KiB
+    99% of the bytes; one all-reduce of 5.00 KiB
   or 64 slices: table columns
-    99 % of the bytes; one all-gather of 5.00 KiB
+    99% of the bytes; one all-gather of 5.00 KiB
 
 blocks.0-2  3 x, 88.0 KiB of matrices each
   96 slices: up rows; down columns
-    55 % of the bytes; one all-reduce of 5.00 KiB
+    55% of the bytes; one all-reduce of 5.00 KiB
   2 slices: mixer: a, b, c rows; d columns
-    46 % of the bytes; one all-reduce of 5.00 KiB
+    46% of the bytes; one all-reduce of 5.00 KiB
   or 4 slices in each of 2: mixer: a rows; d columns
-    37 % of the bytes; one all-reduce of 5.00 KiB
+    37% of the bytes; one all-reduce of 5.00 KiB
   or 8 slices in each of 2: mixer: c rows; d columns
-    23 % of the bytes; one all-reduce of 5.00 KiB
+    23% of the bytes; one all-reduce of 5.00 KiB
 
 Can't be cut
 """
@@ -111,6 +112,15 @@ def test_axes_as_json(document):
     assert {"name": "up.weight", "dim": 0, "axis": "*96"} in group["shards"]
     assert any(row["name"] == "sorted" for row in document["blocked"])
     assert [block["paths"] for block in document["blocks"]] == [[""], ["blocks.0", "blocks.1", "blocks.2"]]
+
+
+def test_shares_count_tied_matrices_once(file, tmp_path):
+    tied = tmp_path / "tied.py"
+    head = "self.head = nn.Linear(64, 50, bias=False); self.head.weight = self.table.weight; self.sorted ="
+    text = MODEL.replace("self.sorted =", head)
+    tied.write_text(text.replace("return x * self", "return self.head(x) * self"))
+    shares = [int(share) for share in re.findall(r"(\d+)% of the bytes", command("profile", tied, "--axes").stdout)]
+    assert shares and max(shares) <= 100
 
 
 def test_axes_are_those_of_a_forward(file):

@@ -100,7 +100,7 @@ def test_a_plan_is_reported_explained_and_traced(plan_file, tmp_path):
     words = json.loads(run("explain", plan_file, "--json").output)
     assert words["chosen"]["value"] == shown["latency_seconds"] and words["alternatives"]
     assert any("torchrun" in sentence for sentence in words["sentences"])
-    assert "rank 3 of 4, and has stage" in " ".join(run("explain", plan_file, "cuda:3").output.split())
+    assert "is rank 3 of 4. It has stage" in " ".join(run("explain", plan_file, "cuda:3").output.split())
     assert "stage" in run("explain", plan_file, "5").output  # the last block
     assert run("explain", plan_file, "cuda:9").exit_code == 2
     assert run("trace", plan_file, "-o", trace).exit_code == 0

@@ -3,7 +3,6 @@
 import io
 import json
 import re
-import shutil
 from dataclasses import replace
 from itertools import pairwise
 
@@ -162,33 +161,6 @@ def test_a_full_device_is_amber_and_what_does_not_fit_says_what_to_change():
         assert f'<p class="verdict {kind}">' in text and words in text
         assert "What to change:" in text and "it fits: " in found.to_fit
         assert found.estimate.fits == (kind == "amber")
-
-
-def test_the_same_plan_gives_the_same_bytes():
-    work, cluster = traced(), parse_devices("4xA100-40GB")
-    plan, _, _ = plan_processes(work, cluster, Asked())
-    profile = profile_graph(work.graph, work.workload)
-    assert page_of(study(plan, work, cluster), profile, cluster) == page_of(
-        study(plan, work, cluster), profile, cluster
-    )
-
-
-def test_a_browser_opens_it_without_a_word(case, tmp_path):
-    sync = pytest.importorskip("playwright.sync_api", reason="playwright is not installed").sync_playwright
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    if chromium is None:
-        pytest.skip("no chromium is installed")
-    (tmp_path / "page.html").write_text(case[3])
-    with sync() as player:
-        browser = player.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        page, troubles = browser.new_page(), []
-        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
-        page.on("request", lambda one: None if one.url.startswith("file:") else troubles.append(one.url))
-        page.goto((tmp_path / "page.html").as_uri())
-        assert page.locator("#lanes svg rect").count() > 2
-        assert not troubles
-        browser.close()
 
 
 def test_the_same_from_python(tmp_path):

@@ -1,8 +1,7 @@
-"""Traces: valid by the format's schema, and the events of the timeline in microseconds."""
+"""Traces: as the format has them, and the events of the timeline in microseconds."""
 
 import json
 
-import jsonschema
 import pytest
 import torch
 
@@ -15,33 +14,13 @@ from autoshard.verify.measured import measure_pass, measuring
 from tests.engine.test_events import Net, made
 from tests.hooks import is_hooked
 
-SCHEMA = {
-    "type": "object",
-    "required": ["traceEvents"],
-    "properties": {
-        "displayTimeUnit": {"enum": ["ms", "ns"]},
-        "traceEvents": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["ph", "name", "pid", "tid"],
-                "properties": {
-                    "ph": {"enum": ["X", "M"]},
-                    "name": {"type": "string", "minLength": 1},
-                    "pid": {"type": "integer"},
-                    "tid": {"type": "integer"},
-                    "ts": {"type": "number", "minimum": 0},
-                    "dur": {"type": "number", "minimum": 0},
-                    "args": {"type": "object"},
-                },
-                "if": {"properties": {"ph": {"const": "X"}}},
-                "then": {"required": ["ts", "dur", "cat"]},
-                "else": {"required": ["args"]},
-            },
-        },
-    },
-}
-"""What "Trace Event Format" asks of complete and metadata events in an object."""
+
+def check_format(document):
+    """What "Trace Event Format" asks of complete and metadata events in an object."""
+    assert document["displayTimeUnit"] in ("ms", "ns")
+    for row in document["traceEvents"]:
+        assert row["ph"] in ("X", "M") and row["name"] and {type(row["pid"]), type(row["tid"])} == {int}
+        assert row["args"] is not None and (row["ph"] == "M" or (row["ts"] >= 0 and row["dur"] >= 0 and row["cat"]))
 
 
 @pytest.mark.parametrize("case", ["training", "cuts", "streamed to two"])
@@ -49,7 +28,7 @@ def test_a_trace_is_valid_and_has_every_event(case):
     plan, profile, cluster = made(case)
     found = events(plan, profile, cluster)
     document = json.loads(json.dumps(trace_document(found, cluster, title="net"), allow_nan=False))
-    jsonschema.validate(document, SCHEMA)
+    check_format(document)
     rows = [row for row in document["traceEvents"] if row["ph"] == "X"]
     assert len(rows) == len(found)
     for row, event in zip(rows, found, strict=True):
@@ -73,7 +52,7 @@ def test_a_measured_pass_stands_beside_the_predicted_one(training):
     forward = [event for event in taken if event.kind == "forward"]
     assert [event.label for event in forward][:3] == ["embed", "ups.0", "downs.0"]
     document = trace_document(events(plan, profile, cluster), cluster, measured=taken)
-    jsonschema.validate(json.loads(json.dumps(document)), SCHEMA)
+    check_format(json.loads(json.dumps(document)))
     names = {row["args"]["name"] for row in document["traceEvents"] if row["name"] == "process_name"}
     assert names == {"host0, predicted", "host0, measured"}
 
