@@ -27,13 +27,18 @@ class PlacedRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModuleRow:
-    """`count` equal neighbours in the module tree, shown once; `module` is the first of them."""
+class Node:
+    """`count` equal neighbours in the module tree, shown once; `module` is the first of them, with its own figures."""
 
     label: str
-    depth: int
     count: int
     module: ModuleProfile
+    children: "tuple[Node, ...]" = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and buffers of one of them."""
+        return self.module.parameter_bytes + self.module.buffer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,26 +110,31 @@ def counts_up(before: str, after: str) -> int:
     return different[0] if x.isdecimal() and y.isdecimal() and int(y) == int(x) + 1 else -1
 
 
-def module_rows(profile: Profile, depth: int) -> list[ModuleRow]:
-    """Return the module tree down to a depth, equal neighbours under consecutive numbers folded into one row.
+def module_tree(profile: Profile, look: Callable[[str], object] = lambda path: ()) -> Node:
+    """Return the root with everything below it, equal neighbours under consecutive numbers folded.
 
-    Two modules are equal if their classes and figures are, and those of everything below them.
+    Two modules are equal if their classes, figures and `look` are, and those of everything below them.
     """
-    children = children_of(profile)
-    signatures = signatures_of(profile, children)
-    rows: list[ModuleRow] = []
+    children = _children_of(profile)
+    signatures = _signatures_of(profile, children, look)
 
-    def walk(path: str, level: int) -> None:
-        for first, label, count in equal_runs(children.get(path, []), signatures):
-            rows.append(ModuleRow(label=label, depth=level, count=count, module=first))
-            if level + 1 < depth:
-                walk(first.path, level + 1)
+    def build(module: ModuleProfile, label: str, count: int) -> Node:
+        below = _equal_runs(children.get(module.path, []), signatures)
+        nodes = tuple(build(first, name, number) for first, name, number in below)
+        return Node(label=label, count=count, module=module, children=nodes)
 
-    walk("", 0)
-    return rows
+    return build(profile.modules[0], profile.modules[0].class_name, 1)
 
 
-def children_of(profile: Profile) -> dict[str, list[ModuleProfile]]:
+def flat(nodes: Sequence[Node], most_levels: int, level: int = 0) -> Iterator[tuple[int, Node]]:
+    """Yield (level, node) of some levels of a tree, in order."""
+    for node in nodes:
+        yield level, node
+        if level + 1 < most_levels:
+            yield from flat(node.children, most_levels, level + 1)
+
+
+def _children_of(profile: Profile) -> dict[str, list[ModuleProfile]]:
     """Return what is directly below every module: modules, and before them its own tensors where it has modules, too.
 
     model.scale, model.blocks   ->   "": scale (parameter), blocks (ModuleList)
@@ -147,8 +157,8 @@ def _as_module(tensor: TensorInfo, profile: Profile) -> ModuleProfile:
     return ModuleProfile(path=tensor.name, class_name=tensor.kind, **sizes)
 
 
-def signatures_of(
-    profile: Profile, children: Mapping[str, Sequence[ModuleProfile]], look: Callable[[str], object] = lambda path: ()
+def _signatures_of(
+    profile: Profile, children: Mapping[str, Sequence[ModuleProfile]], look: Callable[[str], object]
 ) -> dict[str, int]:
     """Return a number for everything in the tree, equal where class, figures, `look` and all below are."""
     signatures: dict[str, int] = {}
@@ -161,7 +171,7 @@ def signatures_of(
     return signatures
 
 
-def equal_runs(
+def _equal_runs(
     siblings: Sequence[ModuleProfile], signatures: Mapping[str, int]
 ) -> Iterator[tuple[ModuleProfile, str, int]]:
     """Yield (first module, label, how many) of equal neighbours under consecutive numbers."""

@@ -31,7 +31,8 @@ from autoshard.report.rows import (
     TRANSFER_TITLES,
     cut_bar,
     device_runs,
-    module_rows,
+    flat,
+    module_tree,
     peak_parts,
     tied_modules,
     transfer_rows,
@@ -96,7 +97,7 @@ def print_profile(
     """Print memory and compute module by module, repeated blocks folded, and the totals on one device."""
     print_heading(console, title, profile)
     training = profile.workload.training
-    rows, tied = module_rows(profile, depth), tied_modules(profile)
+    rows, tied = [*flat(module_tree(profile).children, depth)], tied_modules(profile)
     columns = [
         Column(title="Module", flexible=True),
         Column(title="Class", style="bright_black", flexible=True),
@@ -104,15 +105,14 @@ def print_profile(
         *([Column(title="Cache", right=True)] if profile.cache_bytes else []),
     ]
     table: list[list[str | Text]] = []
-    for row in rows[:MOST_ROWS]:
+    for level_of, row in rows[:MOST_ROWS]:
         module = row.module
-        label = Text(INDENT * row.depth + row.label)
+        label = Text(INDENT * level_of + row.label)
         if row.count > 1:
             label.append(f"  {row.count} x", style="bold")
             label.append(" each", style="bright_black")
-        weights = module.parameter_bytes + module.buffer_bytes
         cells: list[str | Text] = [
-            label, module.class_name, "tied" if module.path in tied else _bytes(weights),
+            label, module.class_name, "tied" if module.path in tied else _bytes(row.nbytes),
             _bytes(module.saved_bytes if training else module.peak_bytes),
             format_number(module.flops / 1e9) if module.flops else "-",
         ]  # fmt: skip

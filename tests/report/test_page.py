@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
@@ -15,8 +16,9 @@ from autoshard.engine.events import events
 from autoshard.report.figures import verdict
 from autoshard.report.page import make_page
 from autoshard.report.page.lanes import fold, timeline_data
-from autoshard.report.page.tree import module_tree
-from autoshard.report.rows import transfer_rows
+from autoshard.report.page.page import _places_in
+from autoshard.report.page.places import places_of
+from autoshard.report.rows import module_tree, transfer_rows
 from autoshard.search.comparing import compare_all
 from autoshard.search.request import Request
 from tests.engine.test_events import CASES, made
@@ -105,10 +107,10 @@ def test_equal_blocks_on_one_device_are_one_line():
     x = torch.zeros(2, 8)
     profile = autoshard.profile(model, x)
     plan = autoshard.Plan.from_device_map({str(i): i // 4 for i in range(6)}, profile)
-    rows = module_tree(plan, profile).children
-    assert [(node.label, node.count, list(node.devices.values())) for node in rows] == [
-        ("0-3", 4, [288]), ("4-5", 2, [288]),
-    ]  # fmt: skip
+    places = places_of(plan, profile)
+    rows = module_tree(profile, partial(_places_in, plan, places)).children
+    assert [(node.label, node.count, node.nbytes) for node in rows] == [("0-3", 4, 288), ("4-5", 2, 288)]
+    assert places.devices["4"] == {"cuda:1": 288}
 
 
 class Scaled(nn.Module):
@@ -126,8 +128,9 @@ def test_a_parameter_of_the_root_is_in_the_tree_and_unused_devices_are_not_count
     x, cluster = torch.zeros(2, 8), parse_devices("3xT4")
     profile = autoshard.profile(Scaled(), x)
     plan = autoshard.Plan.from_device_map({"scale": 1, "body": 1, "head": 2}, profile)
-    rows = module_tree(plan, profile).children
-    assert (rows[0].label, rows[0].module.class_name, dict(rows[0].devices)) == ("scale", "parameter", {"cuda:1": 32})
+    rows = module_tree(profile).children
+    assert (rows[0].label, rows[0].module.class_name, rows[0].nbytes) == ("scale", "parameter", 32)
+    assert places_of(plan, profile).devices["scale"] == {"cuda:1": 32}
     assert sum(node.nbytes for node in rows) == profile.parameter_bytes
     estimate = autoshard.estimate(plan, profile, cluster)
     assert verdict(plan, estimate)[1] == "Fits on 2 of 3 devices"

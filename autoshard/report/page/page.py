@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,10 @@ from autoshard.report.figures import fullest_row, moved_row, sentences, time_row
 from autoshard.report.layout import format_number
 from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
 from autoshard.report.page.lanes import events_of, timeline_data
+from autoshard.report.page.places import Places, places_of
 from autoshard.report.page.sources import efficiency, formulas, hardware_rows
-from autoshard.report.page.tree import module_tree
 from autoshard.report.ranks import ranks_label
-from autoshard.report.rows import TRANSFER_TITLES, TransferRow, device_runs, tied_modules, transfer_rows
+from autoshard.report.rows import TRANSFER_TITLES, TransferRow, device_runs, module_tree, tied_modules, transfer_rows
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.sizes import Cell
 from autoshard.search.study import Study
@@ -54,6 +55,7 @@ def make_page(
     `alternatives`: the best plan of every strategy, this one among them. `cells`: of other sizes and devices, the
     plan's own first. `study`: of a plan for processes, which has the other meshes and sizes itself.
     """
+    places = places_of(plan, profile)
     ranks, reasons = estimate.ranks, plan.reasons if study is None else study.reasons
     happening, drawn = events_of(plan, profile, cluster, study)
     names = [rank.first for rank in ranks] if study is not None else cluster.names
@@ -84,8 +86,9 @@ def make_page(
             rows=[(name, format_seconds(seconds)) for name, seconds in estimate.token_parts.items()],
         ),
         drawn=drawn,
-        tree=module_tree(plan, profile), tied=tied_modules(profile), cut=bool(plan.cuts) and not plan.launch,
-        places=plan.mesh is None or plan.mesh.pp > 1,
+        tree=module_tree(profile, partial(_places_in, plan, places)), places=places, tied=tied_modules(profile),
+        cut=bool(plan.cuts) and not plan.launch,
+        placed=plan.mesh is None or plan.mesh.pp > 1,
         device_colours=device_colours(cluster.names),
         stages=_stages(plan),
         transfers=_transfers(estimate),
@@ -104,6 +107,11 @@ def make_page(
         data=_embedded({"timeline": timeline, "kinds": KINDS}),
         style=_page_file("page.css"), script=_page_file("page.js"),
     )  # fmt: skip
+
+
+def _places_in(plan: Plan, places: Places, path: str) -> object:
+    """What makes equal modules different under a plan."""
+    return tuple(places.devices.get(path, {}).items()), places.cut.get(path), plan.streamed.get(path), path in plan.pins
 
 
 def _template() -> "Template":
