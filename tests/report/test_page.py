@@ -135,7 +135,7 @@ def test_a_parameter_of_the_root_is_in_the_tree_and_unused_devices_are_not_count
     estimate = autoshard.estimate(plan, profile, cluster)
     assert verdict(plan, estimate)[1] == "Fits on 2 of 3 devices"
     routes = {row.largest for row in transfer_rows(estimate.transfers)}
-    assert "(inputs) -> body" in routes and all("own forward" not in route for route in routes)
+    assert routes == {"(model) -> head", "head -> (outputs)"}
 
 
 def test_a_long_timeline_is_folded_and_keeps_its_seconds():
