@@ -61,9 +61,9 @@ blocks.0-2  3 x, 88.0 KiB of matrices each
   96 slices: up rows; down columns
     55% of the bytes; one all-reduce of 5.00 KiB
   2 slices: mixer: a, b, c rows; d columns
-    46% of the bytes; one all-reduce of 5.00 KiB
+    45% of the bytes; one all-reduce of 5.00 KiB
   or 4 slices in each of 2: mixer: a rows; d columns
-    37% of the bytes; one all-reduce of 5.00 KiB
+    36% of the bytes; one all-reduce of 5.00 KiB
   or 8 slices in each of 2: mixer: c rows; d columns
     23% of the bytes; one all-reduce of 5.00 KiB
 

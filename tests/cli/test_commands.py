@@ -138,7 +138,7 @@ def test_devices_calibrate():
         (["--devices", "2x0GiB"], "0GiB"),
         (["--strategy", "greedy"], "greedy"),
         (["--objective", "speed"], "speed"),
-        (["--batch", "-3"], "'--batch': -3 is not in the range x>=1"),
+        (["--batch", "-3"], "Invalid value for '--batch'"),
         (["--new-tokens", "-1"], "--new-tokens"),
         (["--batch", "many"], "valid integer"),
         (["--seq", "7"], "--seq has no effect"),
