@@ -52,7 +52,7 @@ def test_estimate_by_hand():
     first, second = result.devices
     # h, 80 bytes, goes to d1 for b; y, 120 bytes, goes home to d0
     assert [(t.source, t.destination, t.nbytes, t.producer, t.consumer) for t in result.transfers] == [
-        ("d0", "d1", 80, "a", "b"), ("d1", "d0", 120, "b", ""),
+        ("d0", "d1", 80, "a", "b"), ("d1", "d0", 120, "b", "(outputs)"),
     ]  # fmt: skip
     assert (first.compute_seconds, second.compute_seconds) == pytest.approx((0.52, 1.0))
     assert (first.transfer_seconds, second.transfer_seconds) == pytest.approx((0.5 + 1.2, 0.5 + 0.8))

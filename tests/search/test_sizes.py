@@ -1,7 +1,6 @@
 """The cells of a page hold what the command line says for the same request: of the plan, and of other devices."""
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -33,28 +32,28 @@ def run(*arguments):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_cells_are_what_the_command_line_says(case, tmp_path):
+def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     spec, strategy = CASES[case]
-    net, file = tmp_path / "net.py", tmp_path / "plan.json"
+    net, file, cells = tmp_path / "net.py", tmp_path / "plan.json", []
     net.write_text(MODEL)
     run("plan", net, "-d", spec, "--strategy", strategy, "--batch", 8, "--seq", 16, "-o", file)
+    monkeypatch.setattr("autoshard.report.page.make_page", lambda *_, **shown: cells.extend(shown["cells"]) or "")
     run("report", file, "-o", tmp_path / "page.html", "--no-compare")
-    text = (tmp_path / "page.html").read_text()
-    cells = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])["cells"]
-    own = next(cell for cell in cells if cell[6])
-    here = [cell for cell in cells if cell[0] == own[0]]
+    own = next(cell for cell in cells if cell.own)
+    here = [cell for cell in cells if not cell.card]
     assert len(here) > 6
-    for _, batch, tokens, seconds, rate, full, _ in (own, here[1], here[3], here[-1]):
-        said = json.loads(run("estimate", file, "--batch", batch, "--seq", tokens, "--json"))["estimate"]
-        assert seconds == pytest.approx(said["latency_seconds"])
-        assert rate == pytest.approx(batch * tokens / said["latency_seconds"])
-        assert full == pytest.approx(max(row["peak_bytes"] / row["memory_bytes"] for row in said["devices"]))
-    others = {cell[0]: cell for cell in cells if cell[0] != own[0]}
+    for cell in (own, here[1], here[3], here[-1]):
+        said = json.loads(run("estimate", file, "--batch", cell.batch, "--seq", cell.tokens, "--json"))["estimate"]
+        assert cell.seconds == pytest.approx(said["latency_seconds"])
+        assert cell.tokens_per_second == pytest.approx(cell.batch * cell.tokens / said["latency_seconds"])
+        assert cell.full == pytest.approx(max(row["peak_bytes"] / row["memory_bytes"] for row in said["devices"]))
+    others = [cell for cell in cells if cell.card and cell.mesh]
     assert bool(others) == (strategy == "balanced")
-    for name in [name for name in others if case == "placed"][:4]:
-        asked = (net, "-d", name.replace(" ", ""), "--strategy", strategy, "--batch", 8, "--seq", 16, "--json")
+    for cell in others[:4] if case == "placed" else ():
+        devices = f"{cell.devices}x{cell.card}".replace(" ", "")
+        asked = (net, "-d", devices, "--strategy", strategy, "--batch", 8, "--seq", 16, "--json")
         said = json.loads(run("plan", *asked))["estimate"]
-        assert others[name][3] == pytest.approx(said["latency_seconds"])
+        assert cell.seconds == pytest.approx(said["latency_seconds"])
 
 
 def test_a_divided_plan_with_another_batch_is_the_one_that_is_made_for_it():

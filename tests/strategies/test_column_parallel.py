@@ -327,7 +327,7 @@ def test_too_little_memory(profile):
     assert len(plan.cuts) == 1 and "one device would be faster" in plan.reasons[0]
     with pytest.raises(PlanError, match=r"does not fit.*d:0 needs .*It was checked that it fits with one more device"):
         column_parallel(profile, alike(2, memory=need - cut * 6 // 10), net_groups(), prove)
-    with pytest.raises(PlanError, match=r"does not fit.*parameters.*It was checked that it fits if every device has"):
+    with pytest.raises(PlanError, match=r"does not fit.*weights.*It was checked that it fits if every device has"):
         column_parallel(profile, alike(2, memory=need - cut - 10**5), net_groups(), prove)
 
 
