@@ -1,5 +1,6 @@
 """The cells of a page hold what the command line says for the same request: of the plan, and of other devices."""
 
+import importlib
 import json
 from dataclasses import replace
 
@@ -37,7 +38,8 @@ def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     net, file, cells = tmp_path / "net.py", tmp_path / "plan.json", []
     net.write_text(MODEL)
     run("plan", net, "-d", spec, "--strategy", strategy, "--batch", 8, "--seq", 16, "-o", file)
-    monkeypatch.setattr("autoshard.report.page.make_page", lambda *_, **shown: cells.extend(shown["cells"]) or "")
+    page = importlib.import_module("autoshard.report.page")
+    monkeypatch.setattr(page, "make_page", lambda *_, **shown: cells.extend(shown["cells"]) or "")
     run("report", file, "-o", tmp_path / "page.html", "--no-compare")
     own = next(cell for cell in cells if cell.own)
     here = [cell for cell in cells if not cell.card]
