@@ -1,4 +1,4 @@
-"""Around the steps of a pipeline over processes: clipping, optimizers, saving, and what goes wrong."""
+"""Pipelines over processes: schedules, steps with clipping, optimizers and saving, and what goes wrong."""
 
 import copy
 import dataclasses
@@ -14,9 +14,9 @@ from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.plan import Mesh
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.staged import check_stages
-from tests.pipelines.models import Scaled, decoder, shared, tied
+from tests.pipelines.models import Scaled, decoder, shared, skips, tied, turned
 from tests.pipelines.plans import plan_of
-from tests.pipelines.rank_checks import token_loss
+from tests.pipelines.rank_checks import differences, token_loss
 from tests.pipelines.test_ways import other_ways
 from tests.ranks import run_jobs, run_ranks
 
@@ -179,13 +179,36 @@ def unknown_output():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+BFLOAT16 = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+
+
+def schedules():
+    """What is wrong with outputs, losses and gradients under torch's schedules, by case."""
+    generator = torch.Generator().manual_seed(1)
+    target = torch.randint(0, 11, (8, 5), generator=generator)
+    return {
+        "tied": differences(tied, 2, "gpipe", loss=token_loss, target=target),
+        "decoder": differences(partial(decoder, 2, 2), 2, "1f1b"),
+        "interleaved": differences(partial(decoder, 4, 4), 2, "interleaved"),
+        "recomputed": differences(partial(decoder, 4, 4), 2, "interleaved", recompute=True),
+        "skips": differences(skips, 2, "interleaved"),
+        "unwanted outputs": differences(tied, 2, "1f1b", loss=token_loss, target=target, return_outputs=False),
+        "mixed precision": differences(partial(decoder, 2, 2), 2, "1f1b", around=BFLOAT16, tolerance=2**-7),
+        "zero bubble": differences(partial(decoder, 4, 4), 2, "zero-bubble"),
+        "transposed gradient": differences(turned, 2, "zero-bubble"),
+    }
+
+
 CASES = (("tied", tied, token_loss), ("decoder", partial(decoder, 2, 2), None))
 
 
 def test_two_ranks(tmp_path):
     """Three steps with clipping, which are saved; and what goes wrong, and is refused by all."""
     jobs = {one.__name__: (one,) for one in (scaled_apart, changes, refusals, unknown_output, other_ways)}
-    first, last = run_ranks(run_jobs, 2, jobs | {"trained": (train_and_save, str(tmp_path))})
+    jobs |= {"trained": (train_and_save, str(tmp_path)), "schedules": (schedules,)}
+    first, last = run_ranks(run_jobs, 2, jobs)
+    assert not any(first["schedules"].values()), first["schedules"]
+    assert not any(last["schedules"].values()), last["schedules"]
     for name, make, loss in CASES:
         losses, norms, model = trained(make, False, loss=loss)
         assert torch.allclose(torch.tensor(losses), torch.tensor(last["trained"][name][0]), rtol=1e-6), name
@@ -194,3 +217,17 @@ def test_two_ranks(tmp_path):
             for key, value in model.state_dict().items():
                 assert torch.allclose(value, torch.from_numpy(rank[name][2][key]), atol=2e-4), (name, key)
         assert files(tmp_path / name) == files(tmp_path / f"{name}-removed")
+
+
+def on_four():
+    return {
+        "decoder": differences(partial(decoder, 4, 4), 4, "1f1b"),
+        "skips": differences(skips, 4, "gpipe"),
+        "shared": differences(shared, 4, "1f1b"),
+    }
+
+
+@pytest.mark.slow
+def test_four_ranks_train_as_one():
+    for result in run_ranks(on_four, 4):
+        assert not any(result.values()), result

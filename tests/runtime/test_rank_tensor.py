@@ -1,4 +1,7 @@
-"""Tensors of which every rank of one process has its own: what is read, made and written is as with ordinary ones."""
+"""Tensors of which every rank of one process has its own: what is read, made and written is as with ordinary ones.
+
+And parts of a dimension of which the batch or the length is a factor, in a run with another batch or length.
+"""
 
 import math
 
@@ -7,10 +10,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import autoshard
+from autoshard.check.rank import LoneRank
 from autoshard.errors import ApplyError
+from autoshard.plan.sharding import Action, resized
+from autoshard.runtime.actions import Memo, Step
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running, spread
+from tests.threads import run_ranks
 
 
 def ranked(*values):
@@ -130,3 +137,38 @@ def test_parts_that_are_not_in_order_are_put_together_where_they_are():
         part = axis.take(spread(whole, devices), 0)
         assert [one.tolist() for one in part.parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
         assert axis.gather(part, 0).agreed().tolist() == whole.tolist()
+
+
+def test_what_is_not_cut_grows():
+    assert resized("2x*4", 12) == "3x*4"
+    assert resized("2x3x*4", 4) == "1x*4"
+    assert resized("*4x6", 20) == "*4x5"
+    assert resized("2x*4x6", 48) == "2x*4x6"
+
+
+@pytest.mark.parametrize("axis, size", [("2x*4x6", 24), ("*4", 8), ("2x*4", 10), ("(*4|2)", 7), ("(*4|2)x3", 9)])
+def test_what_has_grown_is_not_known(axis, size):
+    with pytest.raises(ValueError, match="can't have a size"):
+        resized(axis, size)
+
+
+@pytest.mark.parametrize("shares", [(2, 2), (3, 1), (2, 1, 1)])
+def test_parts_of_another_batch(shares):
+    whole = torch.arange(12 * 5).view(12, 5)
+
+    def work(ranks):
+        axis = Axis.of(ranks, "2x*4", shares)
+        part = axis.sized(12).take(whole, 0)
+        assert part.shape[0] == 3 * shares[ranks.rank]
+        return axis.sized_by_part(part.shape[0]).gather(part, 0)
+
+    assert all(torch.equal(found, whole) for found in run_ranks(work, len(shares)))
+
+
+def test_a_part_of_no_known_size_is_refused():
+    """It was padded, and zeros were gathered."""
+    action = Action(kind="gather", module="", argument="", axis="2x*4x3")
+    step = Step(action, (2, 2), LoneRank(rank=0, size=2), Memo(), "here")
+    assert step.after(torch.ones(12)).shape == (24,)
+    with pytest.raises(ApplyError, match="the plan is for 12 on this rank"):
+        step.after(torch.ones(6))
