@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
-    is_traceable_wrapper_subclass_type,
 )
 
 __all__ = [
@@ -34,32 +33,26 @@ __all__ = [
     "conj_and_neg_keys",
     "default_store",
     "drop_gradient_hooks",
-    "fake_device_read",
     "fake_from_meta",
     "flop_formulas",
     "forward_pre_hooks",
     "gradient_hooks",
     "hook_numbers",
     "innermost_function_mode",
-    "is_composite",
     "is_fully_sharded",
     "is_held",
     "is_storage_shared",
-    "is_wrapper_type",
     "is_write_to_view",
     "looks_for_overrides",
-    "negated_view",
     "no_dispatch_modes",
     "no_modes",
     "no_overrides",
     "node_sequence",
     "not_overridden",
     "overrides_are_off",
-    "run_composite",
     "sequence_number",
     "swap_contents",
     "undo_fully_shard",
-    "untracked_views",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -111,11 +104,6 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
     """The dispatch keys that mark a lazily conjugated or negated tensor, for a wrapper of it to carry too."""
     keys = torch._C._additional_keys_to_prop_for_wrapper_tensors
     return torch._C._dispatch_keys(tensor) & keys
-
-
-def negated_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view that says that its elements are still to be negated."""
-    return torch._neg_view(tensor)
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
@@ -198,11 +186,6 @@ def _ask(call: Callable[..., Any], function: Any, apply: Callable[..., Any], *ar
     return call(function, apply, args, kwargs)
 
 
-def untracked_views() -> Any:
-    """A context in which views do not refer to what they are views of."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
-
-
 def below_autograd() -> Any:
     """A context in which ops pass autograd by, so that dispatch modes see composite ones (`linear`) whole."""
     return torch._C._AutoDispatchBelowAutograd()
@@ -242,12 +225,6 @@ def is_held(tensor: torch.Tensor) -> bool:
     return _use_count(tensor) > 1
 
 
-@cache
-def is_wrapper_type(kind: type) -> bool:
-    """Whether tensors of a class can be taken apart into other tensors, and put together again."""
-    return is_traceable_wrapper_subclass_type(kind)
-
-
 def is_storage_shared(tensor: torch.Tensor) -> bool:
     """Whether another tensor (a view, mostly) has the memory of this one, too."""
     storage = tensor.untyped_storage()
@@ -280,12 +257,6 @@ def _refuse_backward(grad_outputs: Any) -> None:
         "backward through a graph that was made before autoshard moved the parameters. "
         "Run the forward again after autoshard.apply or autoshard.remove."
     )
-
-
-def is_composite(op: OpOverload) -> bool:
-    """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
 
 
 CHECKS = frozenset(
@@ -324,53 +295,21 @@ def no_modes() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def fake_device_read(read: Callable[[torch.Tensor], torch.device | None]) -> Iterator[None]:
-    """Inside, `fake.device` asks `read` first; None means the usual answer.
-
-    `FakeTensor.device` is a Python property, so no torch function mode sees it, and it must be wrapped by hand.
-    """
-    usual: Any = FakeTensor.device
-    get = usual.fget
-
-    def device(self: FakeTensor) -> torch.device:
-        if not self.fake_mode.in_kernel_invocation:
-            answer = read(self)
-            if answer is not None:
-                return answer
-        return get(self)
-
-    FakeTensor.device = property(device, usual.fset)  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        FakeTensor.device = usual  # type: ignore[method-assign]
-
-
-def run_composite(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick Python that rounds otherwise).
-
-    Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds. Not
-    where torch tracks the result (of narrow and chunk), since it refuses one that is tracked already.
-    """
-    key = torch._C.DispatchKey.ADInplaceOrView
-    tracked = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-    with torch._C._SetExcludeDispatchKeyGuard(key, tracked):
-        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
-
-
 _CPU = torch.device("cpu")
 
 
 @cache
 def _fake_state() -> dict[str, Any]:
-    """What the constructor of fake tensors writes on one that is on the CPU, less its mode."""
+    """What the constructor of fake tensors writes on one that is on the CPU, less its mode and device."""
     made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), _CPU)
-    return {name: value for name, value in vars(made).items() if name != "fake_mode"}
+    return {name: value for name, value in vars(made).items() if name not in ("fake_mode", "_fake_device")}
 
 
 def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
-    """A fake CPU tensor in the memory of a meta tensor: as its constructor makes it, three times as fast."""
+    """A fake CPU tensor in the memory of a meta tensor: as its constructor makes it, three times as fast.
+
+    Its `device` is an object of its own, by which who passes it on is known to mean this tensor.
+    """
     fake = torch.Tensor._make_subclass(
         FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
     )
@@ -378,7 +317,7 @@ def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
         torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
     else:
         torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(_fake_state(), fake_mode=mode)
+    vars(fake).update(_fake_state(), fake_mode=mode, _fake_device=torch.device("cpu"))
     return fake
 
 

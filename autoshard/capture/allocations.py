@@ -39,6 +39,7 @@ class AllocationLog:
         self._storages: list[list[Any]] = []  # [nbytes, kind, born, died, name]
         self._saves: list[list[int]] = []  # [value, op, released]
         self._tensor_refs: dict[int, _Ref] = {}
+        self._devices: dict[int, tuple[torch.device, int]] = {}
         self._storage_refs: dict[int, _Ref] = {}
         self._closed = False
 
@@ -78,7 +79,7 @@ class AllocationLog:
             shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
             nbytes = stored_bytes(tensor)
             storage = self._storage_of(tensor, nbytes, born, kind, name)
-        self._tensor_refs[ref.key] = ref
+        self._enter(ref, tensor)
         self._values.append([storage, op, -1, shape, tensor.dtype, nbytes, False])
         self.nodes.append(node)
         return row
@@ -87,7 +88,21 @@ class AllocationLog:
         """Let one more tensor object stand for a value that is already there, without touching the value's lifetime."""
         ref = _Ref(tensor, self._alias_died)
         ref.key, ref.row = id(tensor), value
+        self._enter(ref, tensor)
+
+    def _enter(self, ref: _Ref, tensor: torch.Tensor) -> None:
         self._tensor_refs[ref.key] = ref
+        if type(tensor) is FakeTensor:
+            self.note_device(tensor.fake_device, ref.row)
+
+    def note_device(self, device: torch.device, value: int) -> None:
+        """Let a device object stand for the device of a value, wherever that is."""
+        self._devices[id(device)] = device, value  # kept, so that its address stays its own
+
+    def value_of_device(self, device: Any, default: int) -> int:
+        """The value whose device an object stands for."""
+        known = self._devices.get(id(device))
+        return default if known is None else known[1]
 
     def constant_node(self) -> torch.fx.Node:
         """A placeholder for a constant that turned up in the middle of the run, put before the first op."""

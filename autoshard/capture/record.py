@@ -24,19 +24,16 @@ from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
 from autoshard.capture.user_code import calling_code
-from autoshard.common.packed import is_packed, named_stored, stored_tensors
+from autoshard.common.packed import is_packed, is_packed_type, named_stored, stored_tensors
 from autoshard.common.progress import tell
 from autoshard.errors import CaptureError
 from autoshard.torch_private import (
     DispatchMode,
     autograd_node,
-    is_composite,
-    is_wrapper_type,
     is_write_to_view,
     no_modes,
     node_sequence,
     overrides_are_off,
-    run_composite,
     untransformed,
 )
 
@@ -134,16 +131,19 @@ class Recorder(DispatchMode):
         op = self._ops.get(id(func)) or self._met(func)
         if op.traits.prim:
             return func(*args, **kwargs)
-        if any(map(is_wrapper_type, types)) and any(map(is_packed, tensors_of(args, kwargs))):
+        if any(map(is_packed_type, types)) and any(map(is_packed, tensors_of(args, kwargs))):
             return NotImplemented  # it takes the op apart, and the ops on what is behind the face come here
         busy, self.busy = self.busy, True
         try:
             return self._run(op, args, kwargs)
         except VALUE_ERRORS:
-            if not (self.composite and is_composite(func)):
+            out = NotImplemented
+            if self.composite:
+                with self:  # in parts, as it usually runs, it may do with the values that are known
+                    out = func.decompose(*args, **kwargs)
+            if out is NotImplemented:
                 raise
-            with self:  # in parts, as it usually runs, it may do with the values that are known
-                return run_composite(func, args, kwargs)
+            return out
         finally:
             self.busy = busy
 

@@ -35,7 +35,7 @@ from autoshard.common.fingerprint import fingerprint
 from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
-from autoshard.torch_private import below_autograd, fake_device_read, looks_for_overrides, no_overrides
+from autoshard.torch_private import below_autograd, looks_for_overrides, no_overrides
 
 Find = Callable[[torch.Tensor], int | None]
 MODULE_PATH = "autoshard_module_path"
@@ -125,7 +125,6 @@ def _recorded(
         stack.enter_context(watched_threads(recorder.elsewhere.append))
         stack.enter_context(_module_calls(model, recorder, run, decode is not None))
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
-        stack.enter_context(fake_device_read(sources.hand_out))
         stack.enter_context(recorder)
         if training:
             stack.enter_context(saved_tensor_hooks(recorder))

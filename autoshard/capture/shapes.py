@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.capture.traits import swap_tensors
-from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta, negated_view
+from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -74,6 +74,9 @@ class Shapes:
         out = self.mode.dispatch(func, (), args, kwargs)
         if isinstance(out, FakeTensor) and any(out is shadow for shadow in self._shadows.values()):
             out = self.fresh(out.shape, out.stride(), out.dtype)  # an op that returns what it is given: that stays ours
+        for made in out if isinstance(out, (list, tuple)) else (out,):
+            if isinstance(made, FakeTensor) and not any(made is tensor for tensor in tensors):
+                made.fake_device = torch.device("cpu")  # torch gives it the object that an argument has
         if key is not None:
             answer = _answer(out, tensors)
             if answer is not None:
@@ -98,13 +101,11 @@ class Shapes:
         if type(tensor) is FakeTensor:
             return tensor
         layout = (tensor.shape, tensor.stride(), tensor.dtype)
-        key = (*layout, tensor.is_conj(), tensor.is_neg())
+        key = (*layout, tensor.is_conj())
         shadow = self._shadows.get(key)
         if shadow is None:
             shadow = self.fresh(*layout)
-            for is_lazy, change in ((tensor.is_conj(), torch.conj), (tensor.is_neg(), negated_view)):
-                shadow = change(shadow) if is_lazy else shadow  # type: ignore[assignment]
-            self._shadows[key] = shadow
+            shadow = self._shadows[key] = torch.conj(shadow) if tensor.is_conj() else shadow  # type: ignore[assignment]
         return shadow
 
 

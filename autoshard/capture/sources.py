@@ -1,7 +1,8 @@
 """Where a device argument came from: `torch.arange(n, device=x.device)` runs wherever x is, whatever the plan.
 
-During capture all tensors are on one device, so the device itself says nothing. Each read of `tensor.device` hands out
-a device object of its own; when that very object comes back in a factory call, the factory is tied to the tensor.
+During capture all tensors are on one device, so the device itself says nothing. The device of every tensor is an object
+of its own (fake tensors have one, of others each read makes one); when that very object comes back in a factory call, the
+factory is tied to the tensor.
 """
 
 import types
@@ -12,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.graph import HOST, UNKNOWN
 from autoshard.capture.record import Recorder
-from autoshard.torch_private import untracked_views
+from autoshard.torch_private import below_autograd
 
 _DEVICE = torch.Tensor.device
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
@@ -25,12 +26,11 @@ class DeviceSources(TorchFunctionMode):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
-        self._given: dict[int, tuple[torch.device, int]] = {}  # the device is kept, so that its id stays its own
 
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is _DEVICE:
-            return self.hand_out(args[0]) or func(*args)
+            return self._hand_out(args[0]) or func(*args)
         recorder = self._recorder
         before, begin = recorder.device_source, recorder.log.now
         recorder.device_source = self._source(func, args, kwargs)
@@ -53,13 +53,13 @@ class DeviceSources(TorchFunctionMode):
             return result
         return self._moved(result, self._recorder.device_source)
 
-    def hand_out(self, tensor: torch.Tensor) -> torch.device | None:
+    def _hand_out(self, tensor: torch.Tensor) -> torch.device | None:
         """A device object that remembers the tensor it was read from; None for reads by torch and by capture itself."""
         recorder = self._recorder
         if recorder.busy or (value := recorder.log.find(tensor)) is None:
             return None
         device = torch.device("cpu")
-        self._given[id(device)] = (device, value)
+        recorder.log.note_device(device, value)
         return device
 
     def _source(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> int:
@@ -77,8 +77,7 @@ class DeviceSources(TorchFunctionMode):
             return UNKNOWN if found is None else found
         if device is None:
             return HOST
-        given = self._given.get(id(device))
-        return given[1] if given is not None and given[0] is device else UNKNOWN
+        return self._recorder.log.value_of_device(device, UNKNOWN)
 
     def _move(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:
         """`x.to(device)`: where nothing moves now, an alias records that something would."""
@@ -105,7 +104,7 @@ class DeviceSources(TorchFunctionMode):
         try:
             if torch.is_grad_enabled():
                 return torch.ops.aten.alias.default(tensor)
-            with untracked_views():  # a view holds its base, which a tensor that was moved away does not
+            with below_autograd():  # a view holds its base, which a tensor that was moved away does not
                 return torch.ops.aten.alias.default(tensor)
         finally:
             recorder.moving = False
@@ -120,10 +119,7 @@ class DeviceSources(TorchFunctionMode):
         if isinstance(target, torch.Tensor):
             found = self._recorder.log.find(target)
             return UNKNOWN if found is None else found
-        given = self._given.get(id(target))
-        if given is not None and given[0] is target:
-            return given[1]
-        return HOST if torch.device(target).type == "cpu" else UNKNOWN
+        return self._recorder.log.value_of_device(target, HOST if torch.device(target).type == "cpu" else UNKNOWN)
 
 
 def _names_device(item: Any) -> bool:

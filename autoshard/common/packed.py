@@ -9,15 +9,20 @@ protocol that torch's compiler uses) is one; quantised weights are. Nested tenso
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 
 import torch
 
-from autoshard import torch_private
+
+@cache
+def is_packed_type(kind: type) -> bool:
+    """Whether tensors of a class can be taken apart into other tensors, and put together again."""
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def is_packed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a face with other tensors behind it."""
-    return torch_private.is_wrapper_type(type(tensor)) and not tensor.is_nested
+    return is_packed_type(type(tensor)) and not tensor.is_nested
 
 
 def stored_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
