@@ -112,7 +112,6 @@ class CallLog:
         drew: the forward drew random numbers of Python's or NumPy's own, which may decide what runs.
         left_out: ops whose values could have been known, but for their size.
         slices: parts of tensors as the code wrote them.
-        sizes: values of which Python asked how large they are.
         hooked: values on whose gradients a hook was hung, and the line that did.
         failing: a guard that is told what it raises for, to see that nobody catches it.
         most_ops: with more of them the run is stopped by `TooManyOps`.
@@ -136,7 +135,6 @@ class CallLog:
         self.op_autocast: list[bool] = []
         self.drew = False
         self.left_out = 0
-        self.sizes: set[int] = set()
         self.slices: list[Slices] = []
         self.hooked: dict[int, str] = {}
 
@@ -188,12 +186,6 @@ class CallLog:
             Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
         )
         return result
-
-    def measured(self, tensor: Any) -> None:
-        """Python asked how large a tensor is."""
-        value = self._recorder.log.find(tensor) if isinstance(tensor, torch.Tensor) else None
-        if value is not None:
-            self.sizes.add(value)
 
     def hook(self, tensor: torch.Tensor, line: str) -> None:
         """A hook is hung on the gradient of a tensor."""

@@ -50,22 +50,22 @@ class Sites(DeviceSources):
 
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         recorder = self._recorder
-        name = getattr(func, "__name__", str(func))
-        if not recorder.busy and args and _tells_size(func, name):
-            if recorder.call_log is not None:
-                recorder.call_log.measured(args[0])
-            value = recorder.log.find(args[0]) if isinstance(args[0], torch.Tensor) else None
-            if value is not None and recorder.calls.running:
+        if recorder.busy or not recorder.calls.running:
+            return super().__torch_function__(func, types_, args, kwargs)
+        name, call_log = getattr(func, "__name__", str(func)), recorder.call_log
+        if args and isinstance(args[0], torch.Tensor) and _tells_size(func, name):
+            value = recorder.log.find(args[0])
+            if value is not None:
                 self.measured.add((value, recorder.calls.running[-1]))
-        if recorder.call_log is not None and not recorder.busy and name in ("__getitem__", "__setitem__"):
-            recorder.call_log.sliced(args[0], args[1])
-        if recorder.call_log is not None and recorder.call_log.histories and not recorder.busy:
+        if call_log is not None and name in ("__getitem__", "__setitem__"):
+            call_log.sliced(args[0], args[1])
+        if call_log is not None and call_log.histories:
             if func is torch.Tensor.register_hook:
-                recorder.call_log.hook(args[0], user_code.calling_line())
+                call_log.hook(args[0], user_code.calling_line())
                 return torch.utils.hooks.RemovableHandle(OrderedDict())
             if func == _REQUIRES_GRAD and args[0].is_floating_point():
                 return torch.is_grad_enabled()
-        if recorder.busy or not recorder.calls.running or name in PROPERTIES:
+        if name in PROPERTIES:
             return super().__torch_function__(func, types_, args, kwargs)
         call, begin = recorder.calls.running[-1], recorder.log.now
         occurrence = self._counts[call, name]
@@ -73,8 +73,8 @@ class Sites(DeviceSources):
             self._counts[row, name] += 1
         line = calling_line()
         result = super().__torch_function__(func, types_, args, kwargs)
-        if func in _READS and recorder.call_log is not None:
-            recorder.call_log.read(args[:1], func, result)
+        if func in _READS and call_log is not None:
+            call_log.read(args[:1], func, result)
         if recorder.log.now > begin:
             self._found.append(
                 SiteCall(

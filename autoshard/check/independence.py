@@ -247,7 +247,8 @@ class SampleRun:
                 raise self._mixed(value, "mixes its rows")
             if (made := walk.sound.entries.made_by(walk.of(value))) >= 0:
                 raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
-        for value in sorted(self.call_log.sizes & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
+        asked = {value for value, _ in graph.measured}
+        for value in sorted(asked & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
             what = "mixes its rows: Python asks for the size of a tensor that depends on values of all of them"
             raise self.refuse(graph.ops[graph.values[value].op], what)
         if walk.sized:

@@ -132,14 +132,14 @@ class Objects:
             self.until[copy] = time
         if reason == "output":
             self.until[copy] = len(self.graph.ops) + 1
-        self._note(copy, value.index, nbytes, time, reason, consumer, kept)
+        self._note(value.index, self.device_of(obj), device, nbytes, time, reason, consumer, buffer, kept)
         return copy
 
     def note_transfer(self, obj: int, value: int, time: int, consumer: str) -> None:
         """Note that an op reads an object and makes `value` of it on another device, without a copy in between."""
         made = self.current[value]
         nbytes = self.graph.values[value].nbytes
-        self._append(value, self.device_of(obj), self.device_of(made), nbytes, time, "model", consumer, -1, False)
+        self._note(value, self.device_of(obj), self.device_of(made), nbytes, time, "model", consumer)
 
     def drop_with_outputs(self, copy: int) -> None:
         """Drop a copy that a forward returned at the next one: a generation keeps the outputs of a step no longer."""
@@ -167,27 +167,14 @@ class Objects:
         self.in_forward = False
 
     def _note(
-        self, copy: int, value: int, nbytes: int, time: float, reason: CopyReason, consumer: str, kept: bool
-    ) -> None:
-        source, destination = self.device_of(self.source[copy]), self.device_of(copy)
-        self._append(value, source, destination, nbytes, time, reason, consumer, self.buffer[copy], kept)
-
-    def _append(
         self, value: int, source: int, destination: int, nbytes: int, time: float, reason: CopyReason, consumer: str,
-        buffer: int, kept: bool,
+        buffer: int = -1, kept: bool = False,
     ) -> None:  # fmt: skip
         row = Copy(
-            value=value,
-            source=self._name(source),
-            destination=self._name(destination),
-            nbytes=nbytes,
-            born=time,
-            reason=reason,
-            producer=producer_of(self.graph, value),
-            consumer=OUTPUTS if reason == "output" and not consumer else consumer,
-            buffer=buffer,
-            kept=kept,
-        )
+            value=value, source=self._name(source), destination=self._name(destination), nbytes=nbytes, born=time,
+            reason=reason, producer=producer_of(self.graph, value),
+            consumer=OUTPUTS if reason == "output" and not consumer else consumer, buffer=buffer, kept=kept,
+        )  # fmt: skip
         self.copies.append(row)
 
     def _name(self, device: int) -> str:
