@@ -17,13 +17,12 @@ from torch.nn.parameter import is_lazy
 from autoshard import nested
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding
-from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks, ValueNeeded
+from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks, RealValues, ValueNeeded
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
-from autoshard.capture.material import fake_material, real_material
+from autoshard.capture.material import fake_material, real_material, valueless
 from autoshard.capture.observe import Observer
-from autoshard.capture.record import RealValues
 from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
 from autoshard.capture.user_code import NOWHERE, calling_line, place
 from autoshard.common.module_paths import find_scripted
@@ -287,9 +286,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _without_values(model: nn.Module) -> bool:
-    from autoshard.torch_private import FakeTensor
-
-    return any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in _tensors(model))
+    return any(map(valueless, _tensors(model)))
 
 
 def _tensor_bytes(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ What is state is read off the signature: a field of the output that `forward` ta
 """
 
 import inspect
-from collections import deque, namedtuple
+from collections import namedtuple
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
@@ -75,24 +75,11 @@ def state_tensors(model: nn.Module, output: Any) -> list[torch.Tensor]:
 
 def opaque_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Tensors that only objects of unknown classes hold: what `nested.tensors_in` passes by (a key/value cache)."""
-    plain = {id(tensor) for _, tensor in nested.tensors_in(value)}
-    seen: set[int] = set()
-
-    def walk(item: Any) -> Iterator[torch.Tensor]:
-        if isinstance(item, (str, bytes, int, float, bool, type(None), nn.Module, type)) or id(item) in seen:
-            return
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            if id(item) not in plain:
-                yield item
-        elif isinstance(item, (dict, list, tuple, set, frozenset, deque)):
-            for part in item.values() if isinstance(item, dict) else item:
-                yield from walk(part)
-        elif not callable(item):
-            for part in list(getattr(item, "__dict__", {}).values()):
-                yield from walk(part)
-
-    yield from walk(value)
+    seen = {id(tensor) for _, tensor in nested.tensors_in(value)}
+    for _, tensor in nested.tensors_within(value):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield tensor
 
 
 def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], more: int) -> dict[str, Any]:

@@ -74,6 +74,21 @@ def silenced() -> Iterator[None]:
         talk.disabled = before
 
 
+class RealValues:
+    """The engine of the level "real": every op simply runs."""
+
+    def unknown(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's values are not known: they are."""
+        return False
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is surely of this run: one can't tell."""
+        return False
+
+    def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+
 class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing.
 
@@ -192,6 +207,10 @@ class FakeFloats:
                 position, name = traits.writes[index]
                 handed.append(args[position] if position < len(args) else kwargs[name])
         return tuple(handed) if isinstance(out, tuple) else handed[0]
+
+
+ValueEngine = FakeFloats | RealValues
+"""What runs ops: on shapes, or with values."""
 
 
 def _filled(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

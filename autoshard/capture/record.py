@@ -9,7 +9,7 @@ import operator
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.fx
@@ -18,11 +18,11 @@ from autoshard import nested
 from autoshard.capture.allocations import AllocationLog
 from autoshard.capture.calls import Calls
 from autoshard.capture.decode import state_tensors
-from autoshard.capture.fake import VALUE_ERRORS
+from autoshard.capture.fake import VALUE_ERRORS, ValueEngine
 from autoshard.capture.flops import formulas
 from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
 from autoshard.capture.sequences import Sequences
-from autoshard.capture.traits import Traits, tensors_of, traits_of, written_by
+from autoshard.capture.traits import Traits, swap_tensors, tensors_of, traits_of, written_by
 from autoshard.capture.user_code import calling_code
 from autoshard.common.packed import is_packed, is_packed_type, named_stored, stored_tensors
 from autoshard.common.progress import tell
@@ -45,36 +45,6 @@ TOLD_OPS = 64
 """Progress is told once in so many ops."""
 LIFT_BYTES = 1 << 26
 """A constant up to this size is copied into the graph; a larger one is recorded without its content."""
-
-
-class ValueEngine(Protocol):
-    """Runs ops: with values, or on shapes.
-
-    `unknown` says that the values of a tensor mean nothing, `made` that this engine gave it its shape in this run.
-    """
-
-    def unknown(self, tensor: torch.Tensor) -> bool: ...
-
-    def made(self, tensor: torch.Tensor) -> bool: ...
-
-    def run(
-        self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]
-    ) -> Any: ...
-
-
-class RealValues:
-    """The engine of the level "real": every op simply runs."""
-
-    def unknown(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor's values are not known: they are."""
-        return False
-
-    def made(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is surely of this run: one can't tell."""
-        return False
-
-    def run(self, func: Any, traits: Traits, inputs: list[torch.Tensor], args: tuple, kwargs: dict[str, Any]) -> Any:
-        return func(*args, **kwargs)
 
 
 class Recorder(DispatchMode):
@@ -272,12 +242,16 @@ class Recorder(DispatchMode):
                 if tensor.requires_grad:
                     log.mark_differentiable(value)
         lookup = {id(tensor): log.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
+
+        def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
+            return lookup[id(tensor)]
+
         # Arguments are set afterwards, since `create_node` looks for symbolic numbers among those that it is given.
         node = log.fx_graph.create_node("call_function", traits.op, name=op.name)
         # Nor does the node's own way of setting them look up what nodes of this kind there are.
-        object.__setattr__(node, "args", tuple([_to_nodes(value, lookup) for value in args]))
+        object.__setattr__(node, "args", tuple([swap_tensors(value, node_of) for value in args]))
         if kwargs:
-            object.__setattr__(node, "kwargs", {name: _to_nodes(value, lookup) for name, value in kwargs.items()})
+            object.__setattr__(node, "kwargs", {name: swap_tensors(value, node_of) for name, value in kwargs.items()})
         written = written_by(traits, args, kwargs) if traits.writes or traits.unmarked else ()
         mutates = tuple([self.value_of(tensor) for tensor in written])
         outputs = []
@@ -422,12 +396,3 @@ def _direct(item: Any) -> list[torch.Tensor]:
     if isinstance(item, torch.Tensor):
         return [item]
     return [tensor for part in item for tensor in _direct(part)] if isinstance(item, tuple) else []
-
-
-def _to_nodes(value: Any, lookup: dict[int, torch.fx.Node | None]) -> Any:
-    """An op's argument for the FX graph: nodes in place of tensors."""
-    if isinstance(value, torch.Tensor):
-        return lookup[id(value)]
-    if isinstance(value, (list, tuple)):
-        return [lookup[id(item)] if isinstance(item, torch.Tensor) else item for item in value]
-    return value

@@ -19,13 +19,13 @@ from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
-from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, Ranks, silenced
+from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, Ranks, ValueEngine, silenced
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import Make, prepared_input, put_stand_ins
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.observe import Observer
-from autoshard.capture.record import Recorder, ValueEngine
+from autoshard.capture.record import Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.state import clear_frames, undisturbed
@@ -109,7 +109,8 @@ def _recorded(
     if run.call_log is not None:
         run.call_log.begin(recorder)
     with ExitStack() as stack:
-        stack.enter_context(_undisturbed())
+        stack.enter_context(silenced())
+        stack.enter_context(own_random_numbers())
         put_stand_ins(model, make)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training if run.call_log is None else run.call_log.grad))
@@ -279,13 +280,6 @@ def _refuse_generator(model: nn.Module, output: Any) -> None:
             f"{type(model).__name__}.forward returns a generator ({code.co_filename}:{code.co_firstlineno}): it "
             "has not run when forward returns, so it can't be captured. Return a list or a tuple instead."
         )
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Random numbers after as if nothing was, and no tracebacks of errors that are handled."""
-    with silenced(), own_random_numbers():
-        yield
 
 
 @contextmanager

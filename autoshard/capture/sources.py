@@ -1,8 +1,8 @@
 """Where a device argument came from: `torch.arange(n, device=x.device)` runs wherever x is, whatever the plan.
 
 During capture all tensors are on one device, so the device itself says nothing. The device of every tensor is an object
-of its own (fake tensors have one, of others each read makes one); when that very object comes back in a factory call, the
-factory is tied to the tensor.
+of its own (fake tensors have one, of others each read makes one); when that very object comes back in a factory call,
+the factory is tied to the tensor.
 """
 
 import types

@@ -44,17 +44,6 @@ class Traits:
     lift: bool
     prim: bool
 
-    def written(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors among the arguments that the op writes."""
-        found: list[torch.Tensor] = []
-        for position, name in self.writes:
-            value = args[position] if position < len(args) else kwargs.get(name)
-            if isinstance(value, torch.Tensor):
-                found.append(value)
-            elif isinstance(value, (list, tuple)):
-                found.extend(item for item in value if isinstance(item, torch.Tensor))
-        return found
-
 
 @cache
 def traits_of(func: Any) -> Traits:
@@ -96,10 +85,10 @@ def traits_of(func: Any) -> Traits:
 
 def written_by(traits: Traits, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """The tensors an op writes, those that its schema keeps quiet about included."""
-    written = traits.written(args, kwargs) if traits.writes else []
+    places = [args[position] if position < len(args) else kwargs.get(name) for position, name in traits.writes]
     if traits.unmarked and args[5]:
-        written += [args[position] for position in traits.unmarked if args[position] is not None]
-    return written
+        places += [args[position] for position in traits.unmarked]
+    return tensors_of(places, {})
 
 
 def tensors_of(args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -156,20 +156,13 @@ def _with_blanks(steps: list[StageStep]) -> list[StageStep]:
 
 
 def _check_writes(found: RecordedCall) -> None:
-    """Refuse writes into what another stage made, but for what every stage makes for itself."""
-    graph, stages = found.graph, found.staged.op_stage
-    for op in graph.ops:
+    """Refuse writes into what another stage has, and into inputs, which all stages have."""
+    if found.staged.problems:
+        raise PlanError(f"the model can't be run in these stages: {found.staged.problems[0]}. Make the plan again.")
+    for op in found.graph.ops:
         for value in op.mutates:
-            storage = graph.storages[graph.values[value].storage]
-            if storage.index in found.free:
-                continue
-            where = graph.calls[op.call].path or "the model's own forward"
-            if storage.kind == "activation" and stages[storage.born] != stages[op.index]:
-                raise PlanError(
-                    f"{where}, in stage {stages[op.index]}, writes into a tensor that stage {stages[storage.born]} "
-                    "made. Make the plan again: autoshard plans no such stages."
-                )
-            if storage.kind == "input":
+            if found.graph.storages[found.graph.values[value].storage].kind == "input":
+                where = found.graph.calls[op.call].path or "the model's own forward"
                 raise PlanError(
                     f"{where} writes into an input of the model, which other stages read. Give it a copy there."
                 )
