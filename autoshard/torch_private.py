@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ __all__ = [
     "conj_and_neg_keys",
     "default_store",
     "drop_gradient_hooks",
-    "fake_from_meta",
     "flop_formulas",
     "forward_pre_hooks",
     "gradient_hooks",
@@ -293,32 +292,6 @@ def no_modes() -> Iterator[None]:
     """Inside, no mode sees what is called: neither dispatch modes nor torch function modes."""
     with _disable_current_modes(), no_overrides():
         yield
-
-
-_CPU = torch.device("cpu")
-
-
-@cache
-def _fake_state() -> dict[str, Any]:
-    """What the constructor of fake tensors writes on one that is on the CPU, less its mode and device."""
-    made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), _CPU)
-    return {name: value for name, value in vars(made).items() if name not in ("fake_mode", "_fake_device")}
-
-
-def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
-    """A fake CPU tensor in the memory of a meta tensor: as its constructor makes it, three times as fast.
-
-    Its `device` is an object of its own, by which who passes it on is known to mean this tensor.
-    """
-    fake = torch.Tensor._make_subclass(
-        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=_CPU
-    )
-    if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(_fake_state(), fake_mode=mode, _fake_device=torch.device("cpu"))
-    return fake
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:
