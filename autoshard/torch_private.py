@@ -52,6 +52,7 @@ __all__ = [
     "sequence_number",
     "swap_contents",
     "undo_fully_shard",
+    "untracked_views",
 ]
 
 OpOverload = torch._ops.OpOverload
@@ -183,6 +184,11 @@ def _applied(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _ask(call: Callable[..., Any], function: Any, apply: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return call(function, apply, args, kwargs)
+
+
+def untracked_views() -> Any:
+    """A context in which views do not refer to what they are views of."""
+    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
 
 
 def below_autograd() -> Any:

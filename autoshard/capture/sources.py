@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard.capture.graph import HOST, UNKNOWN
 from autoshard.capture.record import Recorder
-from autoshard.torch_private import below_autograd
+from autoshard.torch_private import untracked_views
 
 _DEVICE = torch.Tensor.device
 _LITERALS = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
@@ -104,7 +104,7 @@ class DeviceSources(TorchFunctionMode):
         try:
             if torch.is_grad_enabled():
                 return torch.ops.aten.alias.default(tensor)
-            with below_autograd():  # a view holds its base, which a tensor that was moved away does not
+            with untracked_views():  # a view holds its base, which a tensor that was moved away does not
                 return torch.ops.aten.alias.default(tensor)
         finally:
             recorder.moving = False
