@@ -148,24 +148,22 @@ class CallLog:
 
     def note(self, path: str, args: tuple, kwargs: dict[str, Any]) -> None:
         """A module is about to be called."""
-        recorder = self._recorder
-        row = len(recorder.calls)
-        self.calls[row] = LoggedCall(
-            path=path,
-            row=row,
-            begin=recorder.log.now,
-            args=self._refs(args),
-            kwargs=self._refs(kwargs),
-            grad=torch.is_grad_enabled(),
-            autocast=_autocast(),
-        )
+        row = len(self._recorder.calls)
+        self.calls[row] = self._begun(path, row, args, kwargs)
 
     def ended(self, row: int, output: Any) -> None:
         """The call of a module is over."""
-        call = self.calls[row]
-        call.end = self._recorder.log.now
-        call.output = self._refs(output)
+        self._end(self.calls[row], output)
         self.drew |= not row and _generators() != self._random
+
+    def _begun(self, path: str, row: int, args: tuple, kwargs: dict[str, Any], function: Any = None) -> LoggedCall:
+        return LoggedCall(
+            path=path, row=row, begin=self._recorder.log.now, args=self._refs(args), kwargs=self._refs(kwargs),
+            function=function, grad=torch.is_grad_enabled(), autocast=_autocast(),
+        )  # fmt: skip
+
+    def _end(self, call: LoggedCall, output: Any) -> None:
+        call.end, call.output = self._recorder.log.now, self._refs(output)
 
     def op(self) -> None:
         """An op was recorded."""
@@ -222,26 +220,18 @@ class CallLog:
             return args[0](*args[2:])
         if cls.__module__.startswith("torch."):
             return apply(*args, **kwargs)
-        recorder = self._recorder
-        call = LoggedCall(
-            path="",
-            row=recorder.calls.current,
-            begin=recorder.log.now,
-            args=self._refs(args),
-            kwargs=self._refs(kwargs),
-            function=cls,
-            grad=torch.is_grad_enabled(),
-            autocast=_autocast(),
-        )
+        call = self._begun("", self._recorder.calls.current, args, kwargs, function=cls)
         output = apply(*args, **kwargs)
-        call.end = recorder.log.now
-        call.output = self._refs(output)
+        self._end(call, output)
         self.functions.append(call)
         return output
 
     def _refs(self, value: Any) -> Any:
         with no_modes():
-            return nested.map_tensors(value, lambda tensor: Ref(self._recorder.value_of(tensor)))  # type: ignore[arg-type, return-value]
+            try:
+                return nested.map_tensors(value, lambda tensor: Ref(self._recorder.value_of(tensor)))  # type: ignore[arg-type, return-value]
+            except (AttributeError, TypeError, ValueError):  # a class that takes nothing but tensors (PackedSequence)
+                return Opaque(type(value))
 
 
 def _slices(tensor: torch.Tensor, index: tuple[Any, ...]) -> Iterator[tuple[int, slice]]:
