@@ -1,6 +1,6 @@
 """ModelGraph -> Profile: bytes and FLOPs of every module and of the whole model, by the recorded lifetimes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -253,37 +253,24 @@ def _call_peaks(graph: ModelGraph, rows: _Rows, live: np.ndarray) -> tuple[list[
 
 
 def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
-    """Bytes each op reads and writes, and the dtype name it computes in."""
+    """Bytes each op reads and writes, and the dtype name it computes in.
+
+    A view moves nothing. A gather reads what it writes of its first input, not the whole table. An expanded input is
+    read as often as its storage is large. Of experts, a grouped product reads the weights of those that are hit.
+    """
     value_bytes = [min(value.nbytes, graph.storages[value.storage].nbytes) for value in graph.values]
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in {value.dtype for value in graph.values}}
     value_dtype = [names[value.dtype] for value in graph.values]
     floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
-    dtypes = []
+    value_storage, uncounted, router = [value.storage for value in graph.values], graph.uncounted, Router(graph)
+    moved, dtypes = [], []
     for op in graph.ops:
         dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
         dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
-    moved = [sum([value_bytes[v] for v in values]) for values in counted_values(graph)]
-    router = Router(graph)
-    for i, op in enumerate(graph.ops):
-        if (hit := router.hit(op)) < 1 and moved[i]:
-            moved[i] -= round(value_bytes[op.inputs[1]] * (1 - hit))
-    return moved, dtypes
-
-
-def counted_values(graph: ModelGraph) -> Iterator[list[int]]:
-    """Yield, for every op, the values whose bytes it reads and writes, as often as it does.
-
-    A view moves nothing. A gather reads what it writes of its first input, not the whole table. An expanded input is
-    read as often as its storage is large. Weights of experts are counted whole here; see `Router` for what is read.
-    """
-    storages, uncounted = graph.storages, graph.uncounted
-    value_bytes = [min(value.nbytes, storages[value.storage].nbytes) for value in graph.values]
-    value_storage = [value.storage for value in graph.values]
-    for op in graph.ops:
-        read = {value_storage[v] for v in op.inputs}
+        read, hit = {value_storage[v] for v in op.inputs}, router.hit(op)
         written = [v for v in op.outputs if value_storage[v] not in read]
         if (not written and not op.mutates) or op.index in uncounted:
-            yield []
+            moved.append(0)
             continue
         inputs = list(dict.fromkeys(op.inputs))
         counted = [*written, *op.mutates]
@@ -291,7 +278,9 @@ def counted_values(graph: ModelGraph) -> Iterator[list[int]]:
             table = inputs.pop(0)
             whole = value_bytes[table] <= sum([value_bytes[v] for v in written])
             counted += [table] if whole else written
-        yield counted + inputs
+        nbytes = sum([value_bytes[v] for v in (*counted, *inputs)])
+        moved.append(nbytes - round(value_bytes[op.inputs[1]] * (1 - hit)) if hit < 1 and nbytes else nbytes)
+    return moved, dtypes
 
 
 def _is_gather(op: Op) -> bool:
