@@ -33,7 +33,6 @@ __all__ = [
     "conj_and_neg_keys",
     "default_store",
     "drop_gradient_hooks",
-    "flop_formulas",
     "forward_pre_hooks",
     "gradient_hooks",
     "hook_numbers",
@@ -41,7 +40,6 @@ __all__ = [
     "is_fully_sharded",
     "is_held",
     "is_storage_shared",
-    "is_write_to_view",
     "looks_for_overrides",
     "no_dispatch_modes",
     "no_modes",
@@ -86,18 +84,6 @@ def sequence_number() -> int:
 def node_sequence(node: Any) -> int:
     """The number an autograd node got when the forward op made it (2**64 - 1 for the nodes that fill `.grad`)."""
     return node._sequence_nr()
-
-
-def is_write_to_view(node: Any) -> bool:
-    """Whether an autograd node was made for a write into a view, after the op; all others are made before theirs."""
-    return type(node).__name__ == "CopySlices"
-
-
-def flop_formulas() -> dict[Any, Any]:
-    """FLOP formulas by op packet; each takes the op's arguments and `out_val`."""
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry
 
 
 def conj_and_neg_keys(tensor: torch.Tensor) -> Any:

@@ -5,8 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from autoshard.torch_private import flop_formulas
+from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
 
@@ -100,4 +99,4 @@ KERNEL_FLOPS: dict[Any, Callable[..., int]] = {
 
 def formulas(composite: bool) -> dict[Any, Callable[..., int]]:
     """Return formulas by op packet, torch's and these; each takes the op's arguments and `out_val`."""
-    return {**flop_formulas(), **KERNEL_FLOPS, **(COMPOSITE_FLOPS if composite else {})}
+    return {**flop_registry, **KERNEL_FLOPS, **(COMPOSITE_FLOPS if composite else {})}

@@ -161,7 +161,6 @@ class TensorInfo:
     dtype: torch.dtype
     nbytes: int
     trainable: bool
-    persistent: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from autoshard.capture.graph import ModuleInfo
 from autoshard.common.module_paths import is_container, join
 
 Kind = Literal["parameter", "buffer"]
-Row = tuple[str, str, Kind, bool]
+Row = tuple[str, str, Kind]
 
 
 def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
@@ -33,7 +33,7 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
 
 
 def tensor_rows(model: nn.Module) -> list[Row]:
-    """(name, path of the owning module, "parameter" or "buffer", persistent) for every name of every tensor."""
+    """(name, path of the owning module, "parameter" or "buffer") for every name of every tensor."""
     first: dict[int, str] = {}
     rows: list[Row] = []
     for path, module in model.named_modules(remove_duplicate=False):
@@ -42,6 +42,5 @@ def tensor_rows(model: nn.Module) -> list[Row]:
         for table, kind in kinds:
             for name, tensor in table.items():
                 if tensor is not None:
-                    full = join(path, name)
-                    rows.append((full, owner, kind, name not in module._non_persistent_buffers_set))
+                    rows.append((join(path, name), owner, kind))
     return rows

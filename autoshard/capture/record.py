@@ -30,7 +30,6 @@ from autoshard.errors import CaptureError
 from autoshard.torch_private import (
     DispatchMode,
     autograd_node,
-    is_write_to_view,
     no_modes,
     node_sequence,
     overrides_are_off,
@@ -298,7 +297,8 @@ class Recorder(DispatchMode):
         if node is not None:
             number = node_sequence(node)
             if self._sequences.numbered(number):
-                forward = self._sequences.op_of(number, is_write_to_view(node), forward)
+                after = type(node).__name__ == "CopySlices"  # a write into a view; all others are made before their op
+                forward = self._sequences.op_of(number, after, forward)
             else:
                 variable = getattr(node, "variable", None)
                 known = self.log.find(variable) if variable is not None else None

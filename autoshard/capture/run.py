@@ -216,7 +216,7 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     log = recorder.log
-    for name, module, kind, persistent in rows:
+    for name, module, kind in rows:
         tensor = tensors[name]
         value = log.find(tensor)
         if value is None:
@@ -232,7 +232,6 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
                 dtype=tensor.dtype,
                 nbytes=stored_bytes(tensor),
                 trainable=tensor.requires_grad,
-                persistent=persistent,
             )
         )
     return tuple(table)
