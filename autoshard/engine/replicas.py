@@ -41,7 +41,7 @@ from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.sharding import shares_of
 from autoshard.profile.measure import trained_sizes
-from autoshard.profile.part import Sizes, carriers_of_rows, smaller_sizes
+from autoshard.profile.part import Sizes, carriers_of_rows, parts_with_rows, smaller_sizes
 from autoshard.profile.profile import Profile
 
 BUCKET_BYTES = 25 << 20
@@ -124,12 +124,12 @@ class RowSizes:
 
     def __init__(self, profile: Profile, batch: BatchAxis) -> None:
         graph = profile.graph
-        self.profile, self.size = profile, batch.size
-        self.carrying = carriers_of_rows(graph, batch)
+        self.profile, self.size, self._batch = profile, batch.size, batch
+        carrying = carriers_of_rows(graph, batch)
         self.input_bytes, self.output_bytes = (
             sum(
                 graph.storages[storage].nbytes
-                for storage in {graph.values[value].storage for value in values if value in self.carrying}
+                for storage in {graph.values[value].storage for value in values if value in carrying}
             )
             for values in (graph.inputs, graph.outputs)
         )
@@ -143,9 +143,7 @@ class RowSizes:
     def sizes(self, rows: int) -> Sizes:
         """Sizes of values and storages, FLOPs and bytes moved with so many rows."""
         if rows not in self._known:
-            parts = np.ones(len(self.profile.graph.values))
-            parts[list(self.carrying)] = self.part(rows)
-            self._known[rows] = smaller_sizes(self.profile, parts)
+            self._known[rows] = smaller_sizes(self.profile, parts_with_rows(self.profile.graph, self._batch, rows))
         return self._known[rows]
 
     def seconds(self, device: Device, rows: int) -> float:

@@ -35,36 +35,25 @@ class Sizes:
     moved: list[int]
 
 
-def smaller_sizes(profile: Profile, parts: Array, sizes: Sizes | None = None) -> Sizes:
+def smaller_sizes(profile: Profile, parts: Array) -> Sizes:
     """Return the sizes of a run of whose values there are only these parts ([values], 1 for those that are whole).
 
     A storage shrinks with the first value in it, the FLOPs of an op with the smallest part of what it touches, and the
-    bytes it moves as all that it touches does. `sizes`: what the parts are of, if not of the run as it was recorded.
+    bytes it moves as all that it touches does.
     """
-    columns = columns_of(profile.graph)
-    touched, sizes = columns.touched, sizes or _recorded(profile)
-    whole = np.array(sizes.values, np.int64)
+    graph, columns = profile.graph, columns_of(profile.graph)
+    touched, whole = columns.touched, columns.value_bytes
     values = np.ceil(whole * parts).astype(np.int64)
-    storages = np.ceil(np.array(sizes.storages, np.int64) * columns.of_storages(parts, 1.0))
+    storages = np.ceil(np.array([row.nbytes for row in graph.storages]) * columns.of_storages(parts, 1.0))
     before, after = (touched.sums(nbytes).astype(np.int64).tolist() for nbytes in (whole, values))
     return Sizes(
         values=values.tolist(),
         storages=storages.astype(np.int64).tolist(),
-        flops=[ceil(flops * part) if part < 1 else flops
-               for flops, part in zip(sizes.flops, touched.least(parts).tolist(), strict=True)],
+        flops=[ceil(op.flops * part) if part < 1 else op.flops
+               for op, part in zip(graph.ops, touched.least(parts).tolist(), strict=True)],
         moved=[nbytes * new // old if new < old else nbytes  # in Python's numbers, which are as large as they must be
-               for nbytes, old, new in zip(sizes.moved, before, after, strict=True)],
+               for nbytes, old, new in zip(profile.op_bytes, before, after, strict=True)],
     )  # fmt: skip
-
-
-def _recorded(profile: Profile) -> Sizes:
-    graph = profile.graph
-    return Sizes(
-        values=columns_of(graph).value_bytes.tolist(),
-        storages=[row.nbytes for row in graph.storages],
-        flops=[op.flops for op in graph.ops],
-        moved=list(profile.op_bytes),
-    )
 
 
 def with_sizes(profile: Profile, sizes: Sizes, *, tensors: tuple[TensorInfo, ...] | None = None) -> Profile:
@@ -84,25 +73,20 @@ def with_sizes(profile: Profile, sizes: Sizes, *, tensors: tuple[TensorInfo, ...
     return replace(profile, graph=smaller, op_bytes=tuple(sizes.moved))
 
 
-def part_of_batch(
-    profile: Profile, batch: BatchAxis, rows: int, *, carrying: frozenset[int] | None = None,
-    sizes: Sizes | None = None, tensors: tuple[TensorInfo, ...] | None = None,
-) -> Profile:  # fmt: skip
+def part_of_batch(profile: Profile, batch: BatchAxis, rows: int) -> Profile:
     """Return the profile of the run with `rows` of the batch; ops, modules and parameters stay, sizes shrink.
 
-    `carrying`: what `carriers_of_rows` says of this graph, if it is known already; `sizes`, `tensors`: of the whole
-    batch, if they are not those of the profile. The figures per module stay those of the whole batch.
+    The figures per module stay those of the whole batch.
     """
     if rows == batch.size:
-        return profile if sizes is None else with_sizes(profile, sizes, tensors=tensors)
-    carrying = carriers_of_rows(profile.graph, batch) if carrying is None else carrying
-    parts = _parts(profile.graph, rows / batch.size, carrying)
-    return with_sizes(profile, smaller_sizes(profile, parts, sizes), tensors=tensors)
+        return profile
+    return with_sizes(profile, smaller_sizes(profile, parts_with_rows(profile.graph, batch, rows)))
 
 
-def _parts(graph: ModelGraph, part: float, carrying: frozenset[int]) -> Array:
+def parts_with_rows(graph: ModelGraph, batch: BatchAxis, rows: int) -> Array:
+    """Return which part of each value there is with `rows` of the batch, [values]."""
     parts = np.ones(len(graph.values))
-    parts[list(carrying)] = part
+    parts[list(carriers_of_rows(graph, batch))] = rows / batch.size
     return parts
 
 
