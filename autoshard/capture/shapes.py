@@ -109,12 +109,9 @@ class Shapes:
         if type(tensor) is FakeTensor:
             return tensor
         layout = (tensor.shape, tensor.stride(), tensor.dtype)
-        key = (*layout, tensor.is_conj())
-        shadow = self._shadows.get(key)
-        if shadow is None:
-            shadow = self.fresh(*layout)
-            shadow = self._shadows[key] = torch.conj(shadow) if tensor.is_conj() else shadow  # type: ignore[assignment]
-        return shadow
+        if layout not in self._shadows:
+            self._shadows[layout] = self.fresh(*layout)
+        return self._shadows[layout]
 
 
 def _describe(values: Any, parts: list[Any], tensors: list[torch.Tensor]) -> bool:

@@ -8,14 +8,17 @@ A module whose arguments were copied to its home sees the copies; so do the modu
     the call returns                  its view goes
 """
 
+import torch
+
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
 from autoshard.common.module_paths import above
 from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
-from autoshard.flow.outside import lookup_tables
 from autoshard.flow.views import Views
 from autoshard.plan.placement import Homes
+
+_LOOK_UP = torch.ops.aten.embedding.default
 
 
 class FlowWalk:
@@ -36,7 +39,7 @@ class FlowWalk:
         self.graph, self.homes, self.tensor_device = graph, homes, tensor_device
         self.objects = Objects(graph, devices or (homes.homes[""],))
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
-        hooked = [*homes.hooked, *(lookup_tables(graph, homes) if "" in homes.mixed else ())]
+        hooked = [*homes.hooked, *(_lookup_tables(graph, homes) if "" in homes.mixed else ())]
         self.hooked = {path: self.device_index[homes.homes[path]] for path in hooked}
         self.root_device = self.hooked[""]
         self.caller: int | None = None
@@ -391,3 +394,11 @@ class FlowWalk:
 def _is_copy_into(op: Op) -> bool:
     schema = getattr(op.target, "_schema", None)
     return schema is not None and schema.name == "aten::copy_"
+
+
+def _lookup_tables(graph: ModelGraph, homes: Homes) -> list[str]:
+    """Modules that look up rows of a tensor of their own, which are called from code around the model as well."""
+    own = {(tensor.module, tensor.storage) for tensor in graph.tensors}
+    looking = [op for op in graph.ops if op.target is _LOOK_UP and not op.backward]
+    found = [(graph.calls[op.call].path, graph.values[op.inputs[0]].storage) for op in looking]
+    return [path for path, storage in dict.fromkeys(found) if (path, storage) in own and path in homes.homes]
