@@ -37,6 +37,7 @@ __all__ = [
     "gradient_hooks",
     "hook_numbers",
     "innermost_function_mode",
+    "is_composite",
     "is_fully_sharded",
     "is_held",
     "is_storage_shared",
@@ -47,6 +48,7 @@ __all__ = [
     "node_sequence",
     "not_overridden",
     "overrides_are_off",
+    "run_composite",
     "sequence_number",
     "swap_contents",
     "undo_fully_shard",
@@ -250,6 +252,12 @@ def _refuse_backward(grad_outputs: Any) -> None:
     )
 
 
+def is_composite(op: OpOverload) -> bool:
+    """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
+
+
 CHECKS = frozenset(
     inspect.unwrap(function).__code__
     for function in (torch._assert, getattr(torch, "_check_tensor_all_with", None))
@@ -284,6 +292,18 @@ def no_modes() -> Iterator[None]:
     """Inside, no mode sees what is called: neither dispatch modes nor torch function modes."""
     with _disable_current_modes(), no_overrides():
         yield
+
+
+def run_composite(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick Python that rounds otherwise).
+
+    Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds. Not
+    where torch tracks the result (of narrow and chunk), since it refuses one that is tracked already.
+    """
+    key = torch._C.DispatchKey.ADInplaceOrView
+    tracked = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
+    with torch._C._SetExcludeDispatchKeyGuard(key, tracked):
+        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:

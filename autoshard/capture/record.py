@@ -30,9 +30,11 @@ from autoshard.errors import CaptureError
 from autoshard.torch_private import (
     DispatchMode,
     autograd_node,
+    is_composite,
     no_modes,
     node_sequence,
     overrides_are_off,
+    run_composite,
     untransformed,
 )
 
@@ -106,13 +108,10 @@ class Recorder(DispatchMode):
         try:
             return self._run(op, args, kwargs)
         except VALUE_ERRORS:
-            out = NotImplemented
-            if self.composite:
-                with self:  # in parts, as it usually runs, it may do with the values that are known
-                    out = func.decompose(*args, **kwargs)
-            if out is NotImplemented:
+            if not (self.composite and is_composite(func)):
                 raise
-            return out
+            with self:  # in parts, as it usually runs, it may do with the values that are known
+                return run_composite(func, args, kwargs)
         finally:
             self.busy = busy
 
