@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_parts(model):
     profile = autoshard.profile(model, TOKENS)
     assert profile.parameter_bytes == _bytes(model)
     row = next(row for row in profile.modules if row.path == "blocks.0.0")
-    assert row.own_parameter_bytes == sum(stored_bytes(p) for p in model.blocks[0][0].parameters())
+    assert row.parameter_bytes == sum(stored_bytes(p) for p in model.blocks[0][0].parameters())
     weight = next(t for t in profile.graph.tensors if t.name == "blocks.0.0.weight")
     assert weight.nbytes == stored_bytes(model.blocks[0][0].weight) and weight.shape == (64, 32)
 

@@ -80,8 +80,6 @@ def _columns(
         "calls": calls,
         "parameter_bytes": tensors["parameter"],
         "buffer_bytes": tensors["buffer"],
-        "own_parameter_bytes": tensors["own_parameter"],
-        "own_buffer_bytes": tensors["own_buffer"],
         "activation_bytes": rows.sum(*_born_in(graph, op_rows, forward)),
         "saved_bytes": rows.sum(*_saved(graph, op_rows)),
         "cache_bytes": rows.sum(*_born_in(graph, op_rows, state)),
@@ -183,21 +181,14 @@ class _Rows:
             path = parent(path)
         return self.index[path]
 
-    def own(self, rows: Sequence[int], amounts: Sequence[int]) -> np.ndarray:
+    def sum(self, rows: Sequence[int], amounts: Sequence[int]) -> np.ndarray:
         total = np.zeros(len(self.parents), np.int64)
         if len(rows):
             np.add.at(total, np.asarray(rows), np.asarray(amounts, np.int64))
-        return total
-
-    def roll_up(self, own: np.ndarray) -> np.ndarray:
-        total = own.copy()
         for row in self.deepest_first:
             if self.parents[row] >= 0:
                 total[self.parents[row]] += total[row]
         return total
-
-    def sum(self, rows: Sequence[int], amounts: Sequence[int]) -> np.ndarray:
-        return self.roll_up(self.own(rows, amounts))
 
 
 def _tensor_bytes(graph: ModelGraph, rows: _Rows) -> dict[str, np.ndarray]:
@@ -214,12 +205,7 @@ def _tensor_bytes(graph: ModelGraph, rows: _Rows) -> dict[str, np.ndarray]:
         for kind in kinds:
             owners[kind][0].append(rows.row_of(tensor.module))
             owners[kind][1].append(nbytes)
-    own = {kind: rows.own(*pair) for kind, pair in owners.items()}
-    return {
-        "own_parameter": own["parameter"],
-        "own_buffer": own["buffer"],
-        **{kind: rows.roll_up(amounts) for kind, amounts in own.items()},
-    }
+    return {kind: rows.sum(*pair) for kind, pair in owners.items()}
 
 
 def _born_in(graph: ModelGraph, op_rows: list[int], storages: Sequence[int]) -> tuple[list[int], list[int]]:

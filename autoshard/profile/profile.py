@@ -11,7 +11,7 @@ from autoshard.plan.workload import Workload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleProfile:
-    """One module's figures; `own` fields count what the module itself holds or runs, the others its whole subtree.
+    """One module's figures, those of its whole subtree.
 
     Tied tensors are counted once, at their first name. Bytes: `activation` = allocated by its ops in forward;
     `saved` = kept for backward; `cache` = kept in state that outlives the forward; `peak` = most live activation bytes
@@ -23,8 +23,6 @@ class ModuleProfile:
     calls: int
     parameter_bytes: int
     buffer_bytes: int
-    own_parameter_bytes: int
-    own_buffer_bytes: int
     activation_bytes: int
     saved_bytes: int
     cache_bytes: int
