@@ -10,11 +10,11 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.capture import capture
-from autoshard.capture.module import replay
 from autoshard.common.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
 from autoshard.plan import Plan
 from autoshard.runtime.moves import move_tensors, named_tensors
 from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
+from tests.replay import replay
 
 
 def quantised(model: nn.Module) -> nn.Module:

@@ -1,15 +1,12 @@
-"""A recorded run as an `fx.GraphModule`, for other tools; and run again with real weights."""
+"""A recorded run as an `fx.GraphModule`, for other tools, and to run it again with real weights."""
 
 import linecache
-from typing import Any
 
 import torch
 import torch.fx
 from torch import nn
 
-from autoshard import nested
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.capture.inputs import as_call
 from autoshard.capture.material import Storages, copied
 from autoshard.common.packed import named_stored
 from autoshard.errors import CaptureError
@@ -67,36 +64,6 @@ def _trace_of(op: Op) -> str | None:
     if not file:
         return None
     return f'  File "{file}", line {line}, in {function}\n    {linecache.getline(file, line).strip()}\n'
-
-
-def replay(graph: ModelGraph, model: nn.Module, inputs: Any) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Run a graph's ops on `model`'s own values and return (output tensors in order, gradients by parameter name).
-
-    Bitwise equal to the model for inputs that take the same branches, given the same random state. The model's tensors
-    and the inputs are not written. Raises as `graph_module` does.
-    """
-    module = graph_module(graph, model)
-    found = [tensor for _, tensor in nested.tensors_in(as_call(inputs, model))]
-    if len(found) != len(graph.inputs):
-        raise CaptureError(f"the graph was captured with {len(graph.inputs)} input tensors, got {len(found)}.")
-    given, storages, written = dict[int, torch.Tensor](), Storages(), _written(graph)
-    for value, tensor in zip(graph.inputs, found, strict=True):
-        given[value] = _own(graph, value, tensor, written, storages)
-    # Some kernels ask whether gradients are enabled. In this order, because leaving inference mode enables them.
-    with torch.inference_mode(False), torch.set_grad_enabled(graph.training):
-        outputs, gradients = _AsRecorded(module).run(*given.values())
-    return list(outputs), dict(gradients)
-
-
-class _AsRecorded(torch.fx.Interpreter):
-    """Gives a fresh result the strides it had in the record, where a fake kernel had promised others."""
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        result, strides = super().run_node(n), n.meta.get("stride")
-        if not isinstance(result, torch.Tensor) or strides in (None, result.stride()) or not result.numel():
-            return result
-        made = torch.empty_strided(result.shape, strides, dtype=result.dtype, device=result.device)
-        return made.copy_(result)
 
 
 def _written(graph: ModelGraph) -> set[int]:

@@ -6,10 +6,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autoshard.capture.capture import capture
-from autoshard.capture.module import replay
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
+from tests.replay import replay
 
 TRAINING = Workload(mode="training")
 aten = torch.ops.aten

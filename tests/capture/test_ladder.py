@@ -8,9 +8,9 @@ from torch import nn
 
 import autoshard
 from autoshard.capture.capture import capture
-from autoshard.capture.module import replay
 from autoshard.errors import CaptureError, SpecError
 from tests.capture.helpers import bitwise, measured_peak, predicted_peak
+from tests.replay import replay
 
 
 class Branches(nn.Module):

@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import HOST, UNKNOWN
-from autoshard.capture.module import replay
 from autoshard.plan.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
+from tests.replay import replay
 
 aten = torch.ops.aten
 

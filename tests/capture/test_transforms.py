@@ -6,9 +6,9 @@ from torch import nn
 from torch.func import functional_call, grad, vmap
 
 import autoshard
-from autoshard.capture.module import replay
 from autoshard.check.batch import find_batch_axis
 from autoshard.plan.workload import Workload
+from tests.replay import replay
 
 DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
 

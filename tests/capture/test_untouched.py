@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
-from autoshard.capture.module import replay
 from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
 from tests.adversaries.capture import TRACES, rows
+from tests.replay import replay
 
 
 class Messy(nn.Module):

@@ -15,12 +15,12 @@ import autoshard
 from autoshard.capture.backward import training_loss
 from autoshard.capture.decode import NO_TOKEN
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.module import replay
 from autoshard.cluster.parse import parse_devices
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.placement import resolve_homes
 from autoshard.profile.profile import Profile
 from autoshard.strategies import make_plan
+from tests.replay import replay
 
 SEED = 7
 
