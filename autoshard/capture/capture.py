@@ -21,7 +21,7 @@ from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
-from autoshard.capture.material import fake_material, real_material, valueless
+from autoshard.capture.material import valueless
 from autoshard.capture.observe import Observer
 from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
 from autoshard.capture.user_code import NOWHERE, calling_line, place
@@ -215,11 +215,11 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
 
     def record(decode: Decoding | None, level: Level = level) -> ModelGraph:
         if level == "real":
-            return record_run(run, RealValues(), real_material(clone=clone), level, decode=decode)
+            return record_run(run, RealValues(clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
                             small_floats=run.small_floats, ranks=run.ranks,
                             pass_guards=call_log is not None)  # fmt: skip
-        graph = record_run(run, engine, fake_material(engine), level, decode=decode)
+        graph = record_run(run, engine, level, decode=decode)
         if call_log is not None:
             call_log.left_out = engine.left_out
         return graph

@@ -75,7 +75,10 @@ def silenced() -> Iterator[None]:
 
 
 class RealValues:
-    """The engine of the level "real": every op simply runs."""
+    """The engine of the level "real": every op simply runs, on copies of the parameters if there is room (`clone`)."""
+
+    def __init__(self, clone: bool) -> None:
+        self.clone = clone
 
     def unknown(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are not known: they are."""

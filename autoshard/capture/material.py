@@ -1,17 +1,19 @@
 """What stands in for a model's tensors while it is captured: fake ones, or copies."""
 
 from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats
+from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats, ValueEngine
 from autoshard.common.packed import is_packed, own_attributes, repacked
 from autoshard.torch_private import FakeTensor
 
 Storages = dict[int, torch.UntypedStorage]
-Make = Callable[[torch.Tensor, str], torch.Tensor]
-"""Makes the stand-in of one tensor; told "parameter", "buffer" or "attribute"."""
+Kind = Literal["parameter", "buffer", "attribute", "input"]
+Make = Callable[[torch.Tensor, Kind], torch.Tensor]
+"""Makes the stand-in of one tensor."""
 
 
 def put_stand_ins(model: nn.Module, make: Make) -> None:
@@ -21,16 +23,17 @@ def put_stand_ins(model: nn.Module, make: Make) -> None:
     """
     made: dict[int, torch.Tensor] = {}
 
-    def stand_in(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+    def stand_in(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
         if id(tensor) not in made:
             made[id(tensor)] = make(tensor, kind)
         return made[id(tensor)]
 
     for module in list(model.modules()):
-        for table, kind in ((module._parameters, "parameter"), (module._buffers, "buffer")):
+        tables: tuple[tuple[Any, Kind], ...] = ((module._parameters, "parameter"), (module._buffers, "buffer"))
+        for table, kind in tables:
             for name, tensor in table.items():
                 if tensor is not None:
-                    table[name] = stand_in(tensor, kind)  # type: ignore[assignment]
+                    table[name] = stand_in(tensor, kind)
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
                 vars(module)[name] = stand_in(value, "attribute")
@@ -40,38 +43,48 @@ def valueless(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def fake_material(engine: FakeFloats) -> Make:
-    """Fake parameters and large buffers; copies of integer, boolean and small float buffers."""
+def stand_ins(engine: ValueEngine) -> Make:
+    """What makes stand-ins for the tensors of a model, or for its inputs, in one run; shared memory is shared again.
+
+    On shapes: fake parameters, large buffers and large inputs of floats; copies of all others. With values: copies of
+    everything, or a parameter's own memory if the engine is told so.
+    """
     storages: Storages = {}
 
-    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+    def faked(tensor: torch.Tensor) -> torch.Tensor:
+        assert isinstance(engine, FakeFloats)
         key = tensor.untyped_storage()._cdata
         fake = engine.shapes.stand_in(tensor, storages.get(key))
         storages.setdefault(key, fake.untyped_storage())
         return fake
 
-    def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        floating = tensor.is_floating_point() or tensor.is_complex()
-        limit = SMALL_FLOATS if floating else REAL_ELEMENTS
-        if kind == "parameter" or valueless(tensor) or tensor.numel() > limit:
-            if kind == "attribute" and not valueless(tensor):
+    def make(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
+        if isinstance(engine, FakeFloats):
+            if _keeps_values(tensor, kind):
+                made = copied(tensor, storages)
+            elif kind == "attribute" and not valueless(tensor):
                 return tensor
-            return _dress(repacked(tensor, stand_in), tensor)
-        return _dress(copied(tensor, storages), tensor)
+            else:
+                made = repacked(tensor, faked)
+        elif kind == "input" and valueless(tensor):
+            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        else:
+            made = tensor.data if kind == "parameter" and not engine.clone else copied(tensor, storages)
+        if kind == "input":
+            return made.requires_grad_(True) if tensor.requires_grad and tensor.is_floating_point() else made
+        return _dress(made, tensor)
 
     return make
 
 
-def real_material(*, clone: bool) -> Make:
-    """Copies of everything, or its own memory if that is too large to copy."""
-    storages: Storages = {}
-
-    def make(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        if kind == "parameter" and not clone:
-            return _dress(tensor.data, tensor)
-        return _dress(copied(tensor, storages), tensor)
-
-    return make
+def _keeps_values(tensor: torch.Tensor, kind: Kind) -> bool:
+    """Whether a run on shapes knows the values of a tensor."""
+    if kind == "parameter" or valueless(tensor):
+        return False
+    if kind == "input":
+        return not tensor.is_floating_point() or tensor.numel() <= REAL_ELEMENTS
+    floating = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() <= (SMALL_FLOATS if floating else REAL_ELEMENTS)
 
 
 def copied(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
@@ -102,21 +115,3 @@ def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     elif not isinstance(original, FakeTensor):
         vars(made).update({name: value for name, value in vars(original).items() if name != "_is_param"})
     return made
-
-
-def prepared_input(engine: FakeFloats | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """How an input goes into the run: copied, because the model may write into it; large floats without values."""
-    storages: Storages = {}
-
-    def prepare(tensor: torch.Tensor) -> torch.Tensor:
-        if engine is not None and (
-            valueless(tensor) or (tensor.is_floating_point() and tensor.numel() > REAL_ELEMENTS)
-        ):
-            made: torch.Tensor = engine.shapes.stand_in(tensor)
-        elif valueless(tensor):
-            made = torch.zeros(tensor.shape, dtype=tensor.dtype)
-        else:
-            made = copied(tensor, storages)
-        return made.requires_grad_(True) if tensor.requires_grad and tensor.is_floating_point() else made
-
-    return prepare

@@ -19,10 +19,10 @@ from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
-from autoshard.capture.fake import SMALL_FLOATS, FakeFloats, Ranks, ValueEngine, silenced
+from autoshard.capture.fake import SMALL_FLOATS, Ranks, ValueEngine, silenced
 from autoshard.capture.graph import ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
-from autoshard.capture.material import Make, prepared_input, put_stand_ins
+from autoshard.capture.material import put_stand_ins, stand_ins
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import Recorder
@@ -66,7 +66,6 @@ class Run:
 def record_run(
     run: Run,
     engine: ValueEngine,
-    make: Make,
     level: Literal["fake", "real", "invented"],
     *,
     decode: Decoding | None = None,
@@ -80,7 +79,7 @@ def record_run(
     recorder = Recorder(engine, composite=run.composite)
     try:
         with no_collection():
-            recorded = partial(_recorded, run, recorder, make, level, decode)
+            recorded = partial(_recorded, run, recorder, level, decode)
             graph = undisturbed(run.model, (run.args, run.kwargs), recorded)
         if run.call_log is not None:
             run.call_log.let_go()
@@ -98,7 +97,7 @@ def record_run(
 
 
 def _recorded(
-    run: Run, recorder: Recorder, make: Make, level: Literal["fake", "real", "invented"], decode: Decoding | None
+    run: Run, recorder: Recorder, level: Literal["fake", "real", "invented"], decode: Decoding | None
 ) -> ModelGraph:
     model, training = run.model, run.workload.training
     modules = module_table(model)
@@ -111,7 +110,7 @@ def _recorded(
     with ExitStack() as stack:
         stack.enter_context(silenced())
         stack.enter_context(own_random_numbers())
-        put_stand_ins(model, make)
+        put_stand_ins(model, stand_ins(recorder.engine))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training if run.call_log is None else run.call_log.grad))
         if run.composite:
@@ -120,7 +119,7 @@ def _recorded(
         given: Call = (run.args, run.kwargs)
         if decode is not None:
             given = _prompts(run), {}
-        args, kwargs, inputs = _enter_inputs(given, recorder.engine, recorder)
+        args, kwargs, inputs = _enter_inputs(given, recorder)
         if run.call_log is not None:
             stack.enter_context(run.call_log.watching_functions())
         stack.enter_context(watched_threads(recorder.elsewhere.append))
@@ -237,18 +236,16 @@ def _enter_tensors(model: nn.Module, rows: list[Row], recorder: Recorder) -> tup
     return tuple(table)
 
 
-def _enter_inputs(
-    given: Call, engine: ValueEngine, recorder: Recorder
-) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
+def _enter_inputs(given: Call, recorder: Recorder) -> tuple[tuple, dict[str, Any], tuple[int, ...]]:
     """Make arguments the run may write into, enter their tensors; return them and the values `tensors_in` finds.
 
     Containers and objects of unknown classes (a cache) are copied whole, so the caller's stay as they are.
     """
-    prepare = prepared_input(engine if isinstance(engine, FakeFloats) else None)
+    make = stand_ins(recorder.engine)
     memo: dict[int, Any] = {}
     for tensor in [*(tensor for _, tensor in nested.tensors_in(given)), *opaque_tensors(given)]:
         if id(tensor) not in memo:
-            memo[id(tensor)] = prepare(tensor)
+            memo[id(tensor)] = make(tensor, "input")
     stand_in = dict(memo)
     try:
         args, kwargs = copy.deepcopy(given, memo)
