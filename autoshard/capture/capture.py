@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from autoshard import nested
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks, RealValues, ValueNeeded
-from autoshard.capture.graph import ModelGraph
+from autoshard.capture.graph import Level, ModelGraph
 from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import valueless
@@ -30,7 +30,6 @@ from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError, SpecError
 from autoshard.plan.workload import Workload
 
-Level = Literal["fake", "real", "invented"]
 REAL_BYTES = 2 << 30
 """Parameters of a model are copied before it is run with values only if its tensors take no more than this."""
 

@@ -46,13 +46,12 @@ class Columns:
     """A run as arrays.
 
     Attributes:
-        inputs, outputs, touched: what ops read, make, and both.
+        inputs, touched: what ops read, and what they read or make.
         value_bytes, storage, maker: [values] with `maker` the op that made each, -1 if none did.
         first: [storages] the first value in each, -1 if there is none.
     """
 
     inputs: OpValues
-    outputs: OpValues
     touched: OpValues
     value_bytes: Array
     storage: Array
@@ -84,7 +83,6 @@ def _columns(graph: ModelGraph) -> Columns:
     first[storage[::-1]] = np.arange(len(storage))[::-1]  # of several the last one written stays
     return Columns(
         inputs=_column([op.inputs for op in graph.ops]),
-        outputs=_column([op.outputs for op in graph.ops]),
         touched=_column([op.inputs + op.outputs for op in graph.ops]),
         value_bytes=np.array([value.nbytes for value in graph.values], np.int64),
         storage=storage,

@@ -21,6 +21,7 @@ from torch import nn
 from autoshard.errors import CaptureError
 
 StorageKind = Literal["parameter", "buffer", "input", "constant", "activation"]
+Level = Literal["fake", "real", "invented"]
 HOST = -1
 """`Op.device_source` of a factory called without a device: its result is a plain CPU tensor wherever the module is."""
 FOUND = "found"
@@ -217,7 +218,7 @@ class ModelGraph:
     outputs: tuple[int, ...]
     state: tuple[int, ...]
     inputs: tuple[int, ...]
-    level: Literal["fake", "real", "invented"]
+    level: Level
     notes: tuple[str, ...]
     phases: tuple[tuple[str, int, int], ...]
     backward_begin: int

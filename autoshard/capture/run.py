@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
 from autoshard.capture.fake import SMALL_FLOATS, Ranks, ValueEngine, silenced
-from autoshard.capture.graph import ModelGraph, TensorInfo
+from autoshard.capture.graph import Level, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import put_stand_ins, stand_ins
 from autoshard.capture.names import Row, module_table, tensor_rows
@@ -63,13 +63,7 @@ class Run:
     at_end: Callable[[Find], None] | None = None
 
 
-def record_run(
-    run: Run,
-    engine: ValueEngine,
-    level: Literal["fake", "real", "invented"],
-    *,
-    decode: Decoding | None = None,
-) -> ModelGraph:
+def record_run(run: Run, engine: ValueEngine, level: Level, *, decode: Decoding | None = None) -> ModelGraph:
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
@@ -96,9 +90,7 @@ def record_run(
     return graph
 
 
-def _recorded(
-    run: Run, recorder: Recorder, level: Literal["fake", "real", "invented"], decode: Decoding | None
-) -> ModelGraph:
+def _recorded(run: Run, recorder: Recorder, level: Level, decode: Decoding | None) -> ModelGraph:
     model, training = run.model, run.workload.training
     modules = module_table(model)
     rows = tensor_rows(model)
