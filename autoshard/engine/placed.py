@@ -25,7 +25,7 @@ from autoshard.profile.answer import op_counts
 from autoshard.profile.experts import routed_modules
 from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, tensor_units, weight_bytes
+from autoshard.profile.units import Units, tensor_units
 
 
 def check_devices(needed: Iterable[str], cluster: Cluster, use: str) -> None:
@@ -237,11 +237,10 @@ def unit_seconds(profile: Profile, cluster: Cluster, units: Units) -> np.ndarray
 
 def _routed_surplus(profile: Profile, units: Units, of_op: np.ndarray) -> np.ndarray:
     """[units] seconds to add so that modules of which tokens call some share that work by their bytes."""
-    surplus = np.zeros(len(units.paths))
+    surplus, held = np.zeros(len(units.paths)), units.weight_bytes
     routed = routed_modules(profile.graph)
     if not routed:
         return surplus
-    held = weight_bytes(profile, units)
     for one in routed:
         tops = set(one.members)
         mine = np.array([any(p in tops for path in paths for p in (path, *above(path))) for paths in units.paths])

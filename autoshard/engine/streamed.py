@@ -36,7 +36,7 @@ from autoshard.flow import Buffers, Flow
 from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import find_units, weight_bytes
+from autoshard.profile.units import find_units
 
 STORES = ("cpu", "disk")
 SLOTS = PREFETCH
@@ -370,7 +370,7 @@ def streaming_bound(profile: Profile, cluster: Cluster, objective: str, computin
     bound = lower_bound(profile, replace(cluster, devices=devices), divided=objective == "throughput")
     units = find_units(profile)
     read = np.bincount(units.op_unit, minlength=len(units.paths)) > 0
-    missing = float(weight_bytes(profile, units)[read].sum()) - sum(max(device.budget_bytes, 0) for device in devices)
+    missing = float(units.weight_bytes[read].sum()) - sum(max(device.budget_bytes, 0) for device in devices)
     rate = sum(fetch_rate(cluster, name) for name in computing)
     return max(bound, missing / rate) if rate and missing > 0 else bound
 

@@ -17,7 +17,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.common.module_paths import parent
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS
-from autoshard.profile.measure import first_saves, live_bytes, optimizer_step_bytes, trained_sizes, trained_storages
+from autoshard.profile.measure import first_saves, live_bytes, optimizer_step_bytes, trained_storages
 from autoshard.profile.profile import Profile
 
 
@@ -28,6 +28,7 @@ class Units:
     Attributes:
         paths: per unit, placement paths (a module, or tensor names where modules below it have tensors too).
         op_unit: [ops] the unit each op runs with.
+        weight_bytes: [n] on the unit's device at any moment: tensors and optimizer state, tied ones once.
         resident_bytes: [n] held all through the pass: tensors, optimizer state, cache, and the larger of what is saved
             for backward and of the gradients that take its place.
         stepped_bytes: [n] the same on accelerators, where the optimizer's step takes room for all parameters at once.
@@ -42,6 +43,7 @@ class Units:
 
     paths: tuple[tuple[str, ...], ...]
     op_unit: np.ndarray
+    weight_bytes: np.ndarray
     resident_bytes: np.ndarray
     stepped_bytes: np.ndarray
     transient_bytes: np.ndarray
@@ -69,10 +71,11 @@ def _found(profile: Profile) -> Units:
     unit_of = {path: i for i, path in enumerate(modules)}
     op_unit = _assign_ops(graph, unit_of)
     value, maker, nbytes, copies, edges = _edges(graph, unit_of, op_unit)
-    resident, stepped = _resident(profile, unit_of, op_unit)
+    weights, resident, stepped = _resident(profile, unit_of, op_unit)
     return Units(
         paths=_paths(graph, modules),
         op_unit=op_unit,
+        weight_bytes=weights,
         resident_bytes=resident,
         stepped_bytes=stepped,
         transient_bytes=_transient(profile, len(modules), op_unit),
@@ -150,9 +153,10 @@ def _assign_ops(graph: ModelGraph, unit_of: dict[str, int]) -> np.ndarray:
     return np.array(units, np.int64)
 
 
-def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The columns `weight_bytes`, `resident_bytes` and `stepped_bytes`."""
     graph, workload = profile.graph, profile.workload
-    weights, exchanged, saved, step = (np.zeros(len(unit_of) or 1, np.int64) for _ in range(4))
+    weights, cached, exchanged, saved, step = (np.zeros(len(unit_of) or 1, np.int64) for _ in range(5))
     trained = trained_storages(graph) if workload.training else set()
     seen: set[int] = set()
     for tensor in graph.tensors:
@@ -168,10 +172,11 @@ def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) ->
     for storage in {graph.values[v].storage for v in graph.state}:
         row = graph.storages[storage]
         if row.kind == "activation" and len(op_unit):
-            weights[op_unit[row.born]] += row.nbytes
+            cached[op_unit[row.born]] += row.nbytes
     for storage, op in first_saves(graph).items():
         saved[op_unit[op]] += graph.storages[storage].nbytes
-    return weights + np.maximum(exchanged, saved), weights + np.maximum(exchanged + step, saved)
+    lasting = weights + cached
+    return weights, lasting + np.maximum(exchanged, saved), lasting + np.maximum(exchanged + step, saved)
 
 
 def _transient(profile: Profile, count: int, op_unit: np.ndarray) -> np.ndarray:
@@ -282,18 +287,3 @@ def tensor_units(graph: ModelGraph, units: Units) -> dict[str, int]:
     """Return the unit of every parameter and buffer name."""
     by_path = {path: unit for unit, paths in enumerate(units.paths) for path in paths}
     return {t.name: by_path[t.name] if t.name in by_path else by_path[t.module] for t in graph.tensors}
-
-
-def weight_bytes(profile: Profile, units: Units) -> np.ndarray:
-    """Return [units] bytes that are on the unit's device at any moment: tensors and optimizer state, tied ones once."""
-    held = np.zeros(len(units.paths))
-    state = OPTIMIZER_STATE_TENSORS[profile.workload.optimizer] if profile.workload.training else 0
-    trained = dict(trained_sizes(profile.graph)) if state else {}
-    owner = tensor_units(profile.graph, units)
-    seen: set[int] = set()
-    for tensor in profile.graph.tensors:
-        if tensor.storage not in seen:
-            seen.add(tensor.storage)
-            held[owner[tensor.name]] += profile.graph.storages[tensor.storage].nbytes
-            held[owner[tensor.name]] += trained.get(tensor.name, 0) * state
-    return held

@@ -20,7 +20,7 @@ from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
 from autoshard.plan.choices import Objective
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, tensor_units, weight_bytes
+from autoshard.profile.units import Units, tensor_units
 from autoshard.strategies.chain import Array, Chain, cost_of, join, tie_choices
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.partition import (
@@ -126,7 +126,7 @@ def place(
     `beat`: what another plan has; what the chain says is no better is not looked at once something fits.
     """
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
-    weights = weight_bytes(profile, units)
+    weights = units.weight_bytes
     if weights.sum() > np.maximum(budget, 0).sum():
         return None
     has = np.array([device.memory_bytes for device in cluster.devices], float)

@@ -24,7 +24,7 @@ from autoshard.engine.stages import weight_ops
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.profile.measure import first_saves, trained_sizes
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import Units, find_units, tensor_units, weight_bytes
+from autoshard.profile.units import Units, find_units, tensor_units
 from autoshard.schedules.orders import Order, in_flight, make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.paths import cut_depths
@@ -122,7 +122,7 @@ def layer_figures(profile: Profile, part: Profile, begins: Array, devices: Seque
     made = {row: graph.storages[row].born for row in sorted(ends) if graph.storages[row].kind == "activation"}
     sends, returns = _crossing(graph, units)
     found: dict[Any, Array] = {
-        "static": together(weight_bytes(profile, units) + trained), "kept": together(kept),
+        "static": together(units.weight_bytes + trained), "kept": together(kept),
         "lasting": together(of_storages({row: min(at, len(op_unit) - 1) for row, at in made.items()})),
         "transient": np.maximum.reduceat(units.transient_bytes.astype(float), begins[:-1]),
         "sends": sends[:, begins], "returns": returns[:, begins],
