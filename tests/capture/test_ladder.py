@@ -7,9 +7,11 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.capture import capture
+from autoshard.capture.call_log import Opaque
+from autoshard.capture.capture import capture, record_forward
 from autoshard.errors import CaptureError, SpecError
 from tests.capture.helpers import bitwise, measured_peak, predicted_peak
+from tests.models import by_name
 from tests.replay import replay
 
 
@@ -151,3 +153,9 @@ def test_invented_routing_is_even():
     loads = [graph.values[call.inputs[0]].shape[0] for call in graph.calls if call.path.startswith("experts")]
     assert loads == [4, 4, 4, 4]
     assert capture(Routed(4), torch.randn(8, 4)).level == "real"
+
+
+def test_arguments_that_take_nothing_but_tensors_are_recorded():
+    case = by_name("recurrent")  # its cells hand on a PackedSequence
+    graph, call_log = record_forward(case.model(), (), case.example(), grad=False, real=True)
+    assert graph.level == "real" and any(isinstance(call.args, Opaque) for call in call_log.calls.values())
