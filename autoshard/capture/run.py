@@ -102,7 +102,8 @@ def _recorded(run: Run, recorder: Recorder, level: Level, decode: Decoding | Non
     with ExitStack() as stack:
         stack.enter_context(silenced())
         stack.enter_context(own_random_numbers())
-        put_stand_ins(model, stand_ins(recorder.engine))
+        make = stand_ins(recorder.engine)  # it keeps the memory of buffers that the model replaces
+        put_stand_ins(model, make)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training if run.call_log is None else run.call_log.grad))
         if run.composite:
