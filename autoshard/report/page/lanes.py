@@ -1,7 +1,6 @@
 """What happens when under a plan of any kind, and as compact data: lanes, and events that refer to them by number."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
@@ -11,14 +10,21 @@ from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.search.study import Study
 
-MOST_EVENTS = 4000
+MOST_DRAWN = 20_000
 
 
 def events_of(
-    plan: Plan, profile: Profile, cluster: Cluster, study: Study | None, most: int = 10_000
+    plan: Plan, profile: Profile, cluster: Cluster, study: Study | None, most: int = MOST_DRAWN
 ) -> tuple[Sequence[Event], str]:
     """Return what happens in a pass, and in words what was left out; of equal ranks the first is followed."""
-    return (events(plan, profile, cluster), "") if study is None else _played(study, most)
+    if study is not None:
+        return _played(study, most)
+    found = events(plan, profile, cluster)
+    if len(found) <= most:
+        return found, ""
+    least = sorted((event.end_seconds - event.begin_seconds for event in found), reverse=True)[most - 1]
+    longest = [event for event in found if event.end_seconds - event.begin_seconds >= least]
+    return longest, f"Of {len(found)} events the {len(longest)} longest are drawn."
 
 
 def _played(study: Study, most: int) -> tuple[list[Event], str]:
@@ -65,13 +71,12 @@ def timeline_data(events: Sequence[Event], names: Sequence[str], latency_seconds
 
     Seconds have nine significant digits. `stage`, `micro-batch`, `source` and `bytes` follow where there are any.
     """
-    folded = fold(events, MOST_EVENTS)
-    lanes = lanes_of(folded, names)
+    lanes = lanes_of(events, names)
     lane_number = {lane: i for i, lane in enumerate(lanes)}
     labels: dict[str, int] = {}
     kinds: dict[str, int] = {}
     rows = []
-    for event in folded:
+    for event in events:
         row: list[Any] = [
             lane_number[lane_of(event)],
             kinds.setdefault(event.kind, len(kinds)),
@@ -89,33 +94,3 @@ def timeline_data(events: Sequence[Event], names: Sequence[str], latency_seconds
         "events": rows,
         "end": max([latency_seconds, *(row[3] for row in rows)]),
     }
-
-
-def fold(events: Sequence[Event], most: int) -> list[Event]:
-    """Join neighbours of a lane under ever shorter module paths until there are few enough of them."""
-    depth = max((event.label.count(".") + 1 for event in events), default=1)
-    found = list(events)
-    while len(found) > most and depth > 0:
-        depth -= 1
-        found = _joined(found, depth)
-    return found
-
-
-def _joined(events: Sequence[Event], depth: int) -> list[Event]:
-    """Join events of one lane that follow each other, whose paths begin alike."""
-    found: list[Event] = []
-    last: dict[tuple[str, bool], int] = {}
-    for event in events:
-        short = event if event.kind in LINKS else replace(event, label=".".join(event.label.split(".")[:depth]))
-        at = last.get(lane_of(event))
-        before = found[at] if at is not None else None
-        follows = before is not None and short.begin_seconds - before.end_seconds <= 1e-9 * before.end_seconds
-        same = before is not None and replace(
-            before, begin_seconds=short.begin_seconds, end_seconds=short.end_seconds
-        ) == short  # fmt: skip
-        if at is not None and follows and same and event.kind not in LINKS:
-            found[at] = replace(found[at], end_seconds=short.end_seconds)
-        else:
-            last[lane_of(event)] = len(found)
-            found.append(short)
-    return found

@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const byId = id => document.getElementById(id);
 
-// ---- figures as people read them: the same as autoshard/sizes.py
+// ---- figures as people read them: the same as autoshard/common/sizes.py
 function formatBytes(size) {
   const sign = size < 0 ? "-" : "";
   size = Math.abs(size);
