@@ -16,7 +16,7 @@ from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer
 from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.workload import Workload
 from autoshard.report.devices import print_devices, print_hardware
-from autoshard.report.rows import cut_bar, placed_rows, transfer_rows
+from autoshard.report.rows import cut_bar, peak_parts, placed_rows, transfer_rows
 from autoshard.report.terminal import print_plan, print_profile
 
 GIB = 2**30
@@ -148,6 +148,18 @@ def test_bars(parts, total, width):
         assert sum(cells) > 0 and sum(cells) - 1 < width * sum(parts) / total
     for part, cell in zip(parts, cells, strict=True):
         assert part or not cell
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_parts_of_memory_add_up_to_the_peak(mode):
+    profile = autoshard.profile(Net(), torch.arange(6).reshape(1, 6), workload=Workload(mode=mode))
+    parts = peak_parts(profile)
+    assert sum(parts.values()) == profile.peak_bytes and min(parts.values()) >= 0
+    cluster = parse_devices("2xT4")
+    plan = plan_of({"": "cuda:0"}, devices=(PlanDevice(name="cuda:0", memory_bytes=GIB),))
+    row = autoshard.estimate(plan, profile, cluster).devices[0]
+    assert sum(row.parts.values()) == row.peak_bytes
+    assert (parts["gradients"] > 0) == (row.parts["gradients"] > 0) == (mode == "training")
 
 
 def test_a_plan_as_printed(profile):

@@ -103,6 +103,7 @@ def test_reasons_say_what_was_not_chosen():
     text = "\n".join(explained(compare(request())).reasons)
     for words in ("with a process per device (torchrun) column-parallel", "not chosen: pipeline", "chosen: placement"):
         assert words in text, words
+    assert "is below" not in text  # the bound is said once, with the figures
 
 
 def test_a_forward_that_differentiates_is_placed():
