@@ -160,7 +160,7 @@ def test_a_configuration_builds_its_model_on_meta_in_its_dtype(tmp_path):
     }
     assert has_weights(again.model)
     shown = CliRunner().invoke(app, ["profile", str(tmp_path), "--new-tokens", "3"])
-    assert shown.exit_code == 0 and "cache" in shown.output and "taken to be" not in shown.output
+    assert shown.exit_code == 0 and "Cache" in shown.output and "taken to be" not in shown.output
 
 
 def test_skeletons_keep_ties_grad_flags_and_buffers():
