@@ -37,38 +37,26 @@ def trace_events(
     process = {device.name: hosts[device.host] for device in cluster.devices}
     found: list[dict[str, Any]] = []
     for host, number in hosts.items():
-        found.append(_name("process_name", number, 0, f"{host}, {what}"))
+        found.append(_named("process_name", number, 0, name=f"{host}, {what}"))
     threads: dict[tuple[str, bool], int] = {}
     for lane in lanes_of(events, cluster.names):
         threads[lane] = len(threads) + 1
         name, link = lane
-        found.append(_name("thread_name", process[name], threads[lane], f"to {name}" if link else name))
-        found.append(
-            {"ph": "M", "name": "thread_sort_index", "pid": process[name], "tid": threads[lane],
-             "args": {"sort_index": threads[lane]}}
-        )  # fmt: skip
+        where = process[name], threads[lane]
+        found.append(_named("thread_name", *where, name=f"to {name}" if link else name))
+        found.append(_named("thread_sort_index", *where, sort_index=threads[lane]))
     for event in events:
-        arguments: dict[str, Any] = {"kind": event.kind, "module": event.label}
-        if event.nbytes:
-            arguments["bytes"] = event.nbytes
-        if event.source:
-            arguments["from"] = event.source
-        if event.stage >= 0:
-            arguments["stage"] = event.stage
-        if event.microbatch >= 0:
-            arguments["micro-batch"] = event.microbatch
-        found.append(
-            {
-                "ph": "X",
-                "name": _label(event),
-                "cat": event.kind,
-                "pid": process[event.device],
-                "tid": threads[lane_of(event)],
-                "ts": event.begin_seconds * MICROSECONDS,
-                "dur": (event.end_seconds - event.begin_seconds) * MICROSECONDS,
-                "args": arguments,
-            }
-        )
+        sizes = {"bytes": event.nbytes, "from": event.source}
+        numbers = {"stage": event.stage, "micro-batch": event.microbatch}
+        found.append({
+            "ph": "X", "name": _label(event), "cat": event.kind,
+            "pid": process[event.device], "tid": threads[lane_of(event)],
+            "ts": event.begin_seconds * MICROSECONDS,
+            "dur": (event.end_seconds - event.begin_seconds) * MICROSECONDS,
+            "args": {"kind": event.kind, "module": event.label}
+            | {name: value for name, value in sizes.items() if value}
+            | {name: number for name, number in numbers.items() if number >= 0},
+        })  # fmt: skip
     return found
 
 
@@ -78,5 +66,6 @@ def _label(event: Event) -> str:
     return event.label or event.kind
 
 
-def _name(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
+def _named(kind: str, process: int, thread: int, **arguments: str | int) -> dict[str, Any]:
+    """A metadata event."""
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": arguments}
