@@ -71,12 +71,12 @@ def print_plan(
     _print_bars(console, estimate, kinds or {d.name: d.kind for d in plan.devices})
     if plan.mesh is not None:
         print_mesh(console, plan)
+        if plan.mesh.pp > 1:
+            print_stages(console, plan, estimate)
     if plan.cuts and not plan.launch:
         print_cuts(console, plan, profile)
     elif plan.streamed:
         print_streamed(console, plan, profile, estimate.streaming)
-    elif plan.mesh is not None and plan.mesh.pp > 1:
-        print_stages(console, plan, estimate)
     elif plan.mesh is None:
         print_placements(console, plan, profile)
     print_section(console, "Predicted")

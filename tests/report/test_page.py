@@ -1,5 +1,6 @@
 """The page without a browser: one file, its figures those of the estimate, repeated blocks folded, names escaped."""
 
+import io
 import json
 import re
 from functools import partial
@@ -7,18 +8,21 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.events import events
+from autoshard.report.document import estimate_data
 from autoshard.report.figures import verdict
 from autoshard.report.page import make_page
 from autoshard.report.page.lanes import events_of, timeline_data
 from autoshard.report.page.page import _places_in
 from autoshard.report.page.places import places_of
 from autoshard.report.rows import module_tree, transfer_rows
+from autoshard.report.terminal import print_plan
 from autoshard.search.comparing import compare_all
 from autoshard.search.request import Request
 from tests.engine.test_events import CASES, made
@@ -167,3 +171,15 @@ def test_the_summary_says_how_the_plan_works():
     assert "computes everything" in page("streamed") and "Whole modules are on 3 devices" in page("placements")
     assert "cut over 2 devices" in page("cuts") and "with what it is tied to" in page("cuts")
     assert "if passes overlap" not in page("training") and "micro-batches go through 2 stages" in page("pipeline")
+
+
+def test_a_pipeline_is_printed_within_80_columns_and_its_events_are_left_to_the_trace():
+    plan, profile, cluster = made("pipeline")
+    estimate, text = autoshard.estimate(plan, profile, cluster), io.StringIO()
+    print_plan(Console(file=text, width=80), plan, estimate, profile)
+    assert max(map(len, text.getvalue().splitlines())) <= 80 and estimate.pipelining is not None
+    assert f"{estimate.pipelining.bubble:.0%}  of the time, for other stages" in text.getvalue()
+    for stage in estimate.pipelining.stages:
+        assert format_seconds(stage.forward_seconds) in text.getvalue()
+    data = estimate_data(estimate)["pipelining"]
+    assert "events" not in data and [stage["device"] for stage in data["stages"]] == ["cuda:0", "cuda:1"]
