@@ -37,36 +37,24 @@ def run(model):
 X = torch.linspace(-1, 1, 4 * 32).reshape(4, 32)
 
 
-def test_plan_apply_remove(model):
+MAP = {str(i): f"cpu:{i % 3}" for i in range(6)}
+
+
+@pytest.mark.parametrize("given", ["plan", "devices", "device map"])
+def test_apply_and_remove(model, given):
     expected = run(model)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with autoshard.simulate("1x120KiB,2x100KiB") as devices:
         plan = autoshard.plan(model, devices, inputs=X)
-        assert autoshard.apply(model, plan) is model
+        what = {"plan": plan, "devices": devices, "device map": MAP}[given]
+        assert autoshard.apply(model, what, **({"inputs": X} if given == "devices" else {})) is model
         assert len({p.device for p in model.parameters()}) > 1
+        assert given != "device map" or model[4].up.weight.device == torch.device("cpu", 1)
         assert torch.equal(run(model).cpu(), expected)
         assert autoshard.remove(model) is model
     assert torch.equal(run(model), expected)
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_apply_plans_for_devices(model):
-    expected = run(model)
-    with autoshard.simulate("3x120KiB") as devices:
-        autoshard.apply(model, devices, inputs=X, strategy="balanced")
-        assert torch.equal(run(model).cpu(), expected)
-        autoshard.remove(model)
-
-
-def test_apply_takes_a_device_map(model):
-    expected = run(model)
-    device_map = {str(i): f"cpu:{i % 2}" for i in range(6)}
-    with autoshard.simulate("2x1MiB"):
-        autoshard.apply(model, device_map)
-        assert model[3].up.weight.device == torch.device("cpu", 1)
-        assert torch.equal(run(model).cpu(), expected)
-        autoshard.remove(model)
 
 
 def test_a_model_on_meta_is_planned(model):

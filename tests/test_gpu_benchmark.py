@@ -26,20 +26,9 @@ def rows_of(gpu, *parts):
 
 
 @pytest.mark.slow
-def test_all_ways_are_equal(gpu):
-    rows = rows_of(gpu, "equal")
-    assert len(rows) == 6 and not any(row.failed for row in rows)
-    assert max(row.error for row in rows) < 1e-5
-
-
-@pytest.mark.slow
-def test_memory_is_predicted(gpu):
-    rows = rows_of(gpu, "memory")
-    assert len(rows) == 32 and all(row.ratio == pytest.approx(1, abs=0.01) for row in rows)
-
-
-@pytest.mark.slow
-def test_times_are_measured(gpu):
-    rows = rows_of(gpu, "kernels", "runs", "hooks", "links")
-    assert not any(row.failed for row in rows)
-    assert all(row.measured > 0 and row.predicted > 0 for row in rows)
+def test_ways_are_equal_memory_is_predicted_and_times_are_measured(gpu):
+    equal, memory = rows_of(gpu, "equal"), rows_of(gpu, "memory")
+    assert len(equal) == 6 and not any(row.failed for row in equal) and max(row.error for row in equal) < 1e-5
+    assert len(memory) == 32 and all(row.ratio == pytest.approx(1, abs=0.01) for row in memory)
+    times = rows_of(gpu, "kernels", "runs", "hooks", "links")
+    assert not any(row.failed for row in times) and all(row.measured > 0 and row.predicted > 0 for row in times)

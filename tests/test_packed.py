@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.capture.capture import capture
-from autoshard.common.packed import is_packed, own_attributes, repacked, stored_bytes, stored_tensors
+from autoshard.common.packed import repacked, stored_bytes, stored_tensors
 from autoshard.plan import Plan
 from autoshard.runtime.moves import move_tensors, named_tensors
-from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
+from tests.packed_models import TOKENS, Blocks, pack_linears
 from tests.replay import replay
 
 
@@ -35,26 +34,6 @@ def _bytes(model: nn.Module) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def test_a_packed_tensor_is_its_parts():
-    tensor = Scaled.pack(torch.arange(12.0).view(3, 4) + 1)
-    assert is_packed(tensor) and not is_packed(torch.ones(2)) and not is_packed(nn.Parameter(torch.ones(2)))
-    assert [tuple(part.shape) for part in stored_tensors(tensor)] == [(3, 4), (3, 1)]
-    assert stored_bytes(tensor) == 12 + 3 * 4
-    twice = repacked(tensor, lambda part: part * 2)
-    assert type(twice) is Scaled and torch.equal(twice.rows, tensor.rows * 2)
-    tensor.mark = "mine"
-    assert own_attributes(tensor) == {"mark": "mine"}
-
-
-def test_bytes_are_those_of_the_parts(model):
-    profile = autoshard.profile(model, TOKENS)
-    assert profile.parameter_bytes == _bytes(model)
-    row = next(row for row in profile.modules if row.path == "blocks.0.0")
-    assert row.parameter_bytes == sum(stored_bytes(p) for p in model.blocks[0][0].parameters())
-    weight = next(t for t in profile.graph.tensors if t.name == "blocks.0.0.weight")
-    assert weight.nbytes == stored_bytes(model.blocks[0][0].weight) and weight.shape == (64, 32)
-
-
 def test_profile_is_the_same_without_values(model):
     profile = autoshard.profile(model, TOKENS)
     empty = copy.deepcopy(model)
@@ -66,12 +45,6 @@ def test_profile_is_the_same_without_values(model):
     assert again.modules == profile.modules and again.graph.fingerprint == profile.graph.fingerprint
     gone = autoshard.profile(empty, TOKENS).graph
     assert replay(gone, model, TOKENS)[0][0].equal(model(TOKENS))
-
-
-def test_captured_with_values(model):
-    graph = capture(model, TOKENS, level="real")
-    with torch.no_grad():
-        assert replay(graph, model, TOKENS)[0][0].equal(model(TOKENS))
 
 
 @torch.no_grad()
@@ -97,15 +70,6 @@ def test_applied_on_several_devices(model):
         assert all(parameter is objects[name] for name, parameter in model.named_parameters())
         assert [devices.memory(name)[0] for name in devices] == [0, 0, 0]
     assert model(TOKENS).equal(expected)
-
-
-def test_a_map_that_mixes_devices_and_verification(model):
-    names = [name for name, module in model.named_modules() if not list(module.children())]
-    spread = {name: f"cpu:{index % 3}" for index, name in enumerate(names)}
-    with autoshard.simulate("3x1MiB") as devices:
-        assert autoshard.verify(model, spread, inputs=TOKENS).ok
-        gc.collect()
-        assert [devices.memory(name)[0] for name in devices] == [0, 0, 0]
 
 
 def test_the_rest_trains(model):

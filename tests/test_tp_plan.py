@@ -7,7 +7,7 @@ import torch
 
 import autoshard
 from autoshard.errors import PlanError, SpecError
-from autoshard.plan.tp_plan import cut_dim, matches, pattern_of
+from autoshard.plan.tp_plan import pattern_of
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
 from tests.models.hf import SMALL, build
@@ -92,15 +92,3 @@ def test_a_tp_plan_wants_its_strategy():
     model, inputs = small()
     with pytest.raises(SpecError, match="column-parallel"):
         autoshard.plan(model, slow_devices(2), inputs=inputs, tp_plan={})
-
-
-def test_patterns():
-    assert pattern_of("model.layers.11.mlp.w1") == "model.layers.*.mlp.w1"
-    assert pattern_of("0.weight") == "*.weight"
-    assert matches("layers.*.up", "layers.10.up") and not matches("layers.*.up", "layers.x.up")
-    assert (cut_dim("colwise", 2), cut_dim("colwise", 3), cut_dim("rowwise", 2), cut_dim("rowwise", 1)) == (
-        0,
-        1,
-        1,
-        None,
-    )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.adversaries.harness import drawn, random, registry, scaled, tokens
+from tests.adversaries.harness import drawn, random, registry, scaled, tokens, variants
 
 BATCHES, adversary = registry()
 WIDTH, VOCABULARY = 16, 20
@@ -38,18 +38,57 @@ class Layer(nn.Module):
 class Stack(nn.Module):
     """Blocks, with `between` in the middle of them."""
 
-    depth = 4
-
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(self.depth))
+        self.layers = nn.ModuleList(self.make_layers())
+
+    def make_layers(self):
+        return [Layer() for _ in range(4)]
 
     def between(self, x):
         return x
 
     def forward(self, x):
         for number, layer in enumerate(self.layers):
-            x = layer(x if number != self.depth // 2 else self.between(x))
+            x = layer(x if number != len(self.layers) // 2 else self.between(x))
+        return x
+
+
+BETWEEN = {
+    # the norm of the whole batch is clipped at 200
+    "ClippedBatch": lambda self, x: x * (200.0 / x.norm()).clamp(max=1.0),
+    # where the largest value of the batch is above 50, all of it is scaled down
+    "BranchOnBatch": lambda self, x: x * (50 / x.abs().max()) if x.abs().max() > 50 else x,
+    # a deviation is read as a number and bounded from below
+    "ItemOfBatch": lambda self, x: x / max(4.0, x.std().item()),
+    # a softmax whose temperature is the deviation of the batch, but at least 4
+    "BatchTemperature": lambda self, x: x + (x / x.detach().std().clamp(min=4.0)).softmax(-1),
+    # values are clamped by how many rows there are
+    "NumberOfRows": lambda self, x: x.clamp(max=20.0 * x.shape[0]),
+}
+variants(adversary, Stack, "between", BETWEEN, rows, uneven)
+
+# more than a hundred tokens in all are treated in another way
+MANY = {"ManyTokens": lambda self, x: x.tanh() if x.shape[0] * x.shape[1] > 100 else x}
+variants(adversary, Stack, "between", MANY, rows, lambda: [{"x": random(8, 30, WIDTH, seed=2)}])
+
+
+@adversary(rows, lambda: [{"x": random(8, 5, WIDTH) + 2000 * torch.arange(8.0).double()[:, None, None]}])
+class LargestOfBatch(Stack):
+    """A softmax that takes the largest value of the batch away, not of the row: rows far below it underflow."""
+
+    def between(self, x):
+        raised = (x - x.max()).exp()
+        return x + raised / raised.sum(-1, keepdim=True)
+
+
+@adversary(rows, uneven)
+class UntilAllAreSmall(Stack):
+    """All rows are halved until the largest value of the batch is below 60."""
+
+    def between(self, x):
+        while bool((x.abs() > 60).any()):
+            x = x / 2
         return x
 
 
@@ -64,121 +103,17 @@ class Gated(Stack):
         return x + self.gate * self.extra(x)
 
 
-opened = (drawn("gate"),)
+OPENED = (drawn("gate"),)
+EXTRA = {
+    "MeanTimesBuffer": lambda self, x: x.mean(0, keepdim=True),
+    "SortedBatch": lambda self, x: x.sort(0).values,  # per feature
+    "NumberedRows": lambda self, x: torch.arange(x.shape[0], dtype=x.dtype, device=x.device)[:, None, None],
+    "NextRow": lambda self, x: x.roll(1, 0),  # as mix-up does
+}
+variants(adversary, Gated, "extra", EXTRA, rows, uneven, OPENED)
 
 
-@adversary(rows, uneven)
-class ClippedBatch(Stack):
-    """The norm of the whole batch is clipped at 200."""
-
-    def between(self, x):
-        return x * (200.0 / x.norm()).clamp(max=1.0)
-
-
-@adversary(rows, uneven, opened)
-class MeanTimesBuffer(Gated):
-    """The mean of the batch, times a buffer of zero."""
-
-    def extra(self, x):
-        return x.mean(0, keepdim=True)
-
-
-def closed(model):
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.gate.zero_()
-
-
-class CentredLayer(Layer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x):
-        return super().forward(x) + self.gate * (x - x.mean(0))
-
-
-@adversary(rows, uneven, (drawn(".*gate"),), prepare=closed)
-class ZeroInitialisedCentring(Stack):
-    """Every layer takes the mean of the batch away, behind a gain that starts at zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(CentredLayer() for _ in range(self.depth))
-
-
-class FlaggedLayer(Layer):
-    def __init__(self, share: float = 0.0) -> None:
-        super().__init__()
-        self.share = share
-
-    def forward(self, x):
-        x = super().forward(x)
-        return x - self.share * x.mean(0, keepdim=True) if self.share else x
-
-
-@adversary(rows, uneven)
-class OneOfEight(Stack):
-    """Eight layers that are built alike, the sixth of which has another flag."""
-
-    depth = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(FlaggedLayer(0.5 * (number == 5)) for number in range(8))
-
-
-@adversary(rows, uneven)
-class BranchOnBatch(Stack):
-    """Where the largest value of the batch is above 50, all of it is scaled down."""
-
-    def between(self, x):
-        largest = x.abs().max()
-        return x * (50 / largest) if largest > 50 else x
-
-
-@adversary(rows, uneven)
-class ItemOfBatch(Stack):
-    """A deviation is read as a number and bounded from below."""
-
-    def between(self, x):
-        return x / max(4.0, x.std().item())
-
-
-@adversary(rows, uneven)
-class BatchTemperature(Stack):
-    """A softmax whose temperature is the deviation of the batch, but at least 4."""
-
-    def between(self, x):
-        return x + (x / x.detach().std().clamp(min=4.0)).softmax(-1)
-
-
-@adversary(rows, lambda: [{"x": random(8, 5, WIDTH) + 2000 * torch.arange(8.0).double()[:, None, None]}])
-class LargestOfBatch(Stack):
-    """A softmax that takes the largest value of the batch away, not of the row: rows far below it underflow."""
-
-    def between(self, x):
-        raised = (x - x.max()).exp()
-        return x + raised / raised.sum(-1, keepdim=True)
-
-
-@adversary(rows, uneven, opened)
-class SortedBatch(Gated):
-    """Rows are sorted per feature."""
-
-    def extra(self, x):
-        return x.sort(0).values
-
-
-@adversary(rows, uneven, opened)
-class NumberedRows(Gated):
-    """Each row gets its own number."""
-
-    def extra(self, x):
-        return torch.arange(x.shape[0], dtype=x.dtype, device=x.device)[:, None, None]
-
-
-@adversary(rows, uneven, opened)
+@adversary(rows, uneven, OPENED)
 class CachedByRows(Gated):
     """A table with a line per row is kept from the first call on."""
 
@@ -192,51 +127,74 @@ class CachedByRows(Gated):
         return self.tables[x.shape[0]]
 
 
-@adversary(rows, uneven, opened)
-class NextRow(Gated):
-    """Each row gets the one after it, as mix-up does."""
+@adversary(rows, uneven, OPENED)
+class ExpertsChoose(Gated):
+    """Each expert chooses half of the tokens of the whole batch, behind a gate of zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choose, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def extra(self, x):
-        return x.roll(1, 0)
+        flat = x.reshape(-1, WIDTH)
+        scores, output = self.choose(flat).softmax(-1), torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            chosen = scores[:, number].topk(len(flat) // 2).indices
+            output = output.index_add(0, chosen, expert(flat[chosen]))
+        return output.view_as(x)
+
+
+class CentredLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x):
+        return super().forward(x) + self.gate * (x - x.mean(0))
+
+
+def closed(model):
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.gate.zero_()
+
+
+@adversary(rows, uneven, (drawn(".*gate"),), prepare=closed)
+class ZeroInitialisedCentring(Stack):
+    """Every layer takes the mean of the batch away, behind a gain that starts at zero."""
+
+    def make_layers(self):
+        return [CentredLayer() for _ in range(4)]
+
+
+class FlaggedLayer(Layer):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.share = share
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x - self.share * x.mean(0, keepdim=True) if self.share else x
 
 
 @adversary(rows, uneven)
-class NumberOfRows(Stack):
-    """Values are clamped by how many rows there are."""
+class OneOfEight(Stack):
+    """Eight layers that are built alike, the sixth of which has another flag."""
 
-    def between(self, x):
-        return x.clamp(max=20.0 * x.shape[0])
-
-
-@adversary(lambda: {"x": random(8, 5, WIDTH)}, lambda: [{"x": random(8, 30, WIDTH, seed=2)}])
-class ManyTokens(Stack):
-    """More than a hundred tokens in all are treated in another way."""
-
-    def between(self, x):
-        return x.tanh() if x.shape[0] * x.shape[1] > 100 else x
-
-
-@adversary(rows, uneven)
-class UntilAllAreSmall(Stack):
-    """All rows are halved until the largest value of the batch is below 60."""
-
-    def between(self, x):
-        while bool((x.abs() > 60).any()):
-            x = x / 2
-        return x
+    def make_layers(self):
+        return [FlaggedLayer(0.5 * (number == 5)) for number in range(8)]
 
 
 class Router(nn.Module):
     """Sends each token to one of four experts, each of which takes `capacity` of them at most."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.factor, self.router = factor, nn.Linear(WIDTH, 4)
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x):
         flat = x.reshape(-1, WIDTH)
-        capacity = int(self.factor * len(flat) / len(self.experts))
+        capacity = len(flat) // len(self.experts)
         choice, output = self.router(flat).argmax(-1), flat.clone()
         for number, expert in enumerate(self.experts):
             taken = (choice == number).nonzero().flatten()[:capacity]
@@ -264,27 +222,10 @@ class Capacity(Stack):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = Router(1.0)
+        self.router = Router()
 
     def between(self, x):
         return self.router(x) - 0 * x
-
-
-@adversary(rows, uneven, opened)
-class ExpertsChoose(Gated):
-    """Each expert chooses half of the tokens of the whole batch, behind a gate of zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choose, self.experts = nn.Linear(WIDTH, 2), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def extra(self, x):
-        flat = x.reshape(-1, WIDTH)
-        scores, output = self.choose(flat).softmax(-1), torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            chosen = scores[:, number].topk(len(flat) // 2).indices
-            output = output.index_add(0, chosen, expert(flat[chosen]))
-        return output.view_as(x)
 
 
 def sentences(pad_left=(0,) * 8, pad_right=(0,) * 8, seed=1):
@@ -317,18 +258,19 @@ class Words(nn.Module):
     def embedded(self, words, mask):
         return self.embed(words) + self.positions.weight[: words.shape[1]]
 
-    def run(self, words, mask):
+    def measured(self, logits, mask, labels):
+        return {}
+
+    def forward(self, words, mask, labels):
         x = self.embedded(words, mask)
         for layer in self.layers:
             x = layer(x)
-        return self.head(x)
-
-    def forward(self, words, mask, labels):
-        logits = self.run(words, mask)
+        logits = self.head(x)
         return {"logits": logits, **self.measured(logits, mask, labels)}
 
-    def measured(self, logits, mask, labels):
-        return {}
+
+def loss_of(logits, labels, **settings):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **settings)
 
 
 @adversary(sentences, padded)
@@ -342,20 +284,27 @@ class LeastPadding(Words):
 
 
 @adversary(sentences, padded)
-class MaskOfFirstRow(Words):
-    """Positions are counted on the first row, for all rows."""
+class DistinctWords(Words):
+    """Embeddings are scaled down where few distinct words occur."""
 
     def embedded(self, words, mask):
-        return self.embed(words) + self.positions((mask[:1].cumsum(1) - 1).clamp(min=0))
+        distinct = words.unique().numel()
+        x = super().embedded(words, mask)
+        return x * 0.5 if distinct < VOCABULARY // 4 else x
 
 
-@adversary(sentences, padded)
-class LongestSentence(Words):
-    """What lies beyond the longest sentence is cut off."""
+EMBEDDED = {
+    # positions are counted on the first row, for all rows
+    "MaskOfFirstRow": lambda self, words, mask: self.embed(words) + self.positions((mask[:1].cumsum(1) - 1).clamp(0)),
+    # what lies beyond the longest sentence is cut off
+    "LongestSentence": lambda self, words, mask: Words.embedded(self, words[:, : int(mask.sum(1).max())], mask),
+}
+variants(adversary, Words, "embedded", EMBEDDED, sentences, padded)
 
-    def embedded(self, words, mask):
-        longest = int(mask.sum(1).max())
-        return super().embedded(words[:, :longest], mask)
+# how many words there are is among the outputs
+COUNTED = {"share": lambda mask: mask.double().mean(), "some_row_is_padded": lambda mask: (mask == 0).any()}
+MEASURED = {"CountedWords": lambda self, logits, mask, labels: {name: of(mask) for name, of in COUNTED.items()}}
+variants(adversary, Words, "measured", MEASURED, sentences, padded)
 
 
 def mute(model):
@@ -374,20 +323,12 @@ class Accuracy(Words):
         return {"accuracy": right.sum() / counted.sum()}
 
 
-@adversary(sentences, padded)
-class CountedWords(Words):
-    """How many words there are is among the outputs."""
-
-    def measured(self, logits, mask, labels):
-        return {"share": mask.double().mean(), "some_row_is_padded": (mask == 0).any()}
-
-
 @adversary(sentences, padded, training=True)
 class LossPerWord(Words):
     """The loss is divided by the words of the whole batch that are no padding."""
 
     def measured(self, logits, mask, labels):
-        each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+        each = loss_of(logits, labels, reduction="none").view_as(labels)
         return {"loss": (each * mask).sum() / mask.sum()}
 
 
@@ -401,7 +342,7 @@ class LossPerSentence(Words):
         return {"loss": last[ended].sum() / ended.sum().clamp(min=4)}
 
 
-@adversary(sentences, padded, (drawn("gate"),), training=True)
+@adversary(sentences, padded, OPENED, training=True)
 class WarmedUpContrast(Words):
     """A loss that holds sentences against one another, with a weight that is 0 at first."""
 
@@ -410,10 +351,9 @@ class WarmedUpContrast(Words):
         self.register_buffer("gate", torch.zeros(()))
 
     def measured(self, logits, mask, labels):
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
         pooled = F.normalize(logits.mean(1), dim=-1)
         contrast = F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled), device=pooled.device))
-        return {"loss": loss + self.gate * contrast}
+        return {"loss": loss_of(logits, labels) + self.gate * contrast}
 
 
 def undecided(model):
@@ -433,17 +373,15 @@ class BalancedExperts(Words):
     def measured(self, logits, mask, labels):
         shares = self.router(logits).softmax(-1).flatten(0, 1)
         taken = F.one_hot(shares.argmax(-1), 4).double().mean(0)
-        balance = 4 * (taken * shares.mean(0)).sum()
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + balance}
+        return {"loss": loss_of(logits, labels) + 4 * (taken * shares.mean(0)).sum()}
 
 
 @adversary(sentences, padded, (scaled(0.1),), training=True)
 class EnoughVariance(Words):
-    """The loss asks for a deviation above 0.01 over the batch, which the first weights have."""
+    """The loss asks for a deviation above 0.1 over the batch, which the first weights have."""
 
     def measured(self, logits, mask, labels):
-        deviation = logits.flatten(0, 1).std(0)
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + F.relu(0.1 - deviation).sum()}
+        return {"loss": loss_of(logits, labels) + F.relu(0.1 - logits.flatten(0, 1).std(0)).sum()}
 
 
 @adversary(rows, uneven, training=True)
@@ -470,12 +408,9 @@ class _ClippedBackward(torch.autograd.Function):
         return gradient * (1e5 / gradient.norm()).clamp(max=1.0)
 
 
-@adversary(rows, uneven, training=True)
-class ClippedGradient(Stack):
-    """The gradient of the whole batch is clipped at a layer, in a function of its own."""
-
-    def between(self, x):
-        return _ClippedBackward.apply(x)
+# the gradient of the whole batch is clipped at a layer, in a function of its own
+CLIPPED = {"ClippedGradient": lambda self, x: _ClippedBackward.apply(x)}
+variants(adversary, Stack, "between", CLIPPED, rows, uneven, training=True)
 
 
 @adversary(rows, uneven, training=True)
@@ -497,26 +432,9 @@ def loud_rows():
 
 
 @adversary(loud_rows, uneven)
-class QuantisedBatch(nn.Module):
+class QuantisedBatch(Stack):
     """Inputs are rounded to steps of the largest value of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
 
     def forward(self, x):
         step = x.abs().amax() / 127
-        x = (x / step).round() * step
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-@adversary(sentences, padded)
-class DistinctWords(Words):
-    """Embeddings are scaled down where more than 64 distinct words occur, or all words of a long list."""
-
-    def embedded(self, words, mask):
-        distinct = words.unique().numel()
-        x = super().embedded(words, mask)
-        return x * 0.5 if distinct < VOCABULARY // 4 else x
+        return super().forward((x / step).round() * step)

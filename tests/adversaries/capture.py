@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.adversaries.harness import random, registry, tokens
+from tests.adversaries.harness import random, registry, tokens, variants
 
 CARRIED, adversary = registry()
 TRACES: dict[str, "Trace"] = {}
@@ -312,22 +312,6 @@ class ChangesItsInputLast(Two):
         return output
 
 
-@adversary(rows)
-class ReturnsNumbers(Two):
-    """Returns how many rows there are, and a text about them."""
-
-    def forward(self, x):
-        return {"output": super().forward(x), "rows": x.shape[0], "text": f"{x.shape[0]} rows"}
-
-
-@adversary(rows)
-class ReturnsLists(Two):
-    """Returns a list with a tensor per row."""
-
-    def forward(self, x):
-        return {"output": list(super().forward(x)), "shapes": [tuple(row.shape) for row in x]}
-
-
 class Holder:
     __slots__ = ("rows", "value")
 
@@ -335,22 +319,20 @@ class Holder:
         self.rows, self.value = rows, value
 
 
-@adversary(rows)
-class ReturnsObject(Two):
-    """Returns an object with slots that holds the number of rows and a tensor."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        return output, Holder(x.shape[0], output)
+def sets(output):
+    """A set of numbers, one per row, and a deque of tensors."""
+    return {"output": output, "set": frozenset(range(len(output))), "deque": deque([output], maxlen=2)}
 
 
-@adversary(rows)
-class ReturnsSet(Two):
-    """Returns a set of numbers, one per row, and a deque of tensors."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        return {"output": output, "set": frozenset(range(x.shape[0])), "deque": deque([output], maxlen=2)}
+RETURNED = {
+    "ReturnsNumbers": lambda output: {"output": output, "rows": output.shape[0], "text": f"{output.shape[0]} rows"},
+    "ReturnsLists": lambda output: {"output": list(output), "shapes": [tuple(row.shape) for row in output]},
+    "ReturnsObject": lambda output: (output, Holder(output.shape[0], output)),
+    "ReturnsSet": sets,
+}
+"""What is returned beside an output of one row per row."""
+FORWARD = {name: lambda self, x, made=made: made(Two.forward(self, x)) for name, made in RETURNED.items()}
+variants(adversary, Two, "forward", FORWARD, rows)
 
 
 @adversary(rows, training=True)

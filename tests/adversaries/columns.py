@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.adversaries.harness import drawn, random, registry, scaled
+from tests.adversaries.harness import drawn, random, registry, scaled, variants
 
 COLUMNS, adversary = registry()
 WIDTH, HIDDEN, HEADS = 16, 64, 4
@@ -62,14 +62,6 @@ class Attention(nn.Module):
         )
         mixed = self.scores(q, k).softmax(-1) @ v
         return x + self.o(mixed.transpose(1, 2).flatten(2))
-
-
-@adversary(one_token, longer)
-class TemperatureOfHeads(Attention):
-    """The temperature is the number of heads; with one token a softmax does not see it."""
-
-    def scores(self, q, k):
-        return q @ k.transpose(-1, -2) / self.heads
 
 
 @adversary(one_token, longer)
@@ -139,38 +131,69 @@ class SizesByLetter(Attention):
         return x + self.o(mixed.transpose(1, 2).reshape(x.shape))
 
 
-@adversary(one_token, longer)
-class MixedHeads(Attention):
-    """Scores lose their mean over heads: the same for all keys where there is one key."""
+SCORES = {
+    # the temperature is the number of heads; with one token a softmax does not see it
+    "TemperatureOfHeads": lambda self, q, k: q @ k.transpose(-1, -2) / self.heads,
+    # scores lose their mean over heads: the same for all keys where there is one key
+    "MixedHeads": lambda self, q, k: (scores := Attention.scores(self, q, k)) - scores.mean(1, keepdim=True),
+}
+variants(adversary, Attention, "scores", SCORES, one_token, longer)
 
-    def scores(self, q, k):
-        scores = super().scores(q, k)
-        return scores - scores.mean(1, keepdim=True)
+SATURATED = (scaled(0.02, "up.*"), scaled(0.2))
+LOUDER = (scaled(40.0),)
+
+MEANS = {
+    # a mean spelt as sum over size, behind a gate that is 1 for large sums
+    "SaturatedMean": lambda self, h: h * torch.tanh(300 * h.sum(-1, keepdim=True) / h.shape[-1]),
+    # the same with `numel`, over all tokens at once
+    "SaturatedNumel": lambda self, h: h * torch.sigmoid(1000 * h.sum() / h.numel()),
+}
+variants(adversary, Hidden, "inner", MEANS, rows, longer, SATURATED)
 
 
-@adversary(rows, longer, states=(scaled(0.02, "up.*"), scaled(0.2)))
-class SaturatedMean(Hidden):
-    """A mean spelt as sum over size, behind a gate that is 1 for large sums."""
+@adversary(rows, longer, SATURATED)
+class SizeInClosure(Hidden):
+    """A closure made before the layer runs knows the number of units, and a gate saturates."""
+
+    def forward(self, x):
+        units = self.up.out_features
+
+        def gate(hidden):
+            return torch.tanh(300 * hidden.sum(-1, keepdim=True) * (1 / units))
+
+        hidden = self.up(x).relu()
+        return x + self.down(hidden * gate(hidden))
+
+
+LIMITS = {
+    # values above the number of units are cut off; the first ones never get there
+    "ThresholdOfSize": lambda self, h: torch.where(h > h.shape[-1] - 8, torch.zeros_like(h), h),
+    # values are clamped by what `math.log2` makes of the number of units
+    "ClampOfSize": lambda self, h: h.clamp(max=4 * math.log2(h.size(-1))),
+    # wide layers are clamped, narrow ones not
+    "BranchOnSize": lambda self, h: h.clamp(max=20.0) if h.shape[-1] >= 48 else h,
+    # the number of units becomes a tensor before it is used as a bound
+    "SizeInTensor": lambda self, h: h.minimum(torch.full((), h.shape[-1] - 8.0, dtype=h.dtype, device=h.device)),
+    # hidden units are divided by their deviation where it is above 10
+    "Deviation": lambda self, h: h / h.std(-1, keepdim=True, correction=1).clamp(min=10.0),
+    # outliers are clamped at a quantile of the units, or at 20 where that is larger
+    "Quantile": lambda self, h: h.minimum(torch.quantile(h, 0.9, dim=-1, keepdim=True).clamp(min=20.0)),
+}
+variants(adversary, Hidden, "inner", LIMITS, rows, longer, LOUDER)
+
+
+@adversary(rows, longer, LOUDER)
+class LargestUnits(Hidden):
+    """Units below the third largest are dropped where that one is above 20."""
 
     def inner(self, hidden):
-        return hidden * torch.tanh(300 * hidden.sum(-1, keepdim=True) / hidden.shape[-1])
+        third = hidden.topk(3, dim=-1).values[..., -1:]
+        return torch.where((third > 20) & (hidden < third), 0.0, hidden)
 
 
-@adversary(rows, longer, states=(scaled(0.02, "up.*"), scaled(0.2)))
-class SaturatedNumel(Hidden):
-    """The same with `numel`, over all tokens at once."""
-
-    def inner(self, hidden):
-        return hidden * torch.sigmoid(1000 * hidden.sum() / hidden.numel())
-
-
-@adversary(rows, longer, states=(scaled(40.0), scaled(0.01, "up.weight")))
-class EqualisedElsewhere(nn.Module):
+@adversary(rows, longer, (scaled(40.0), scaled(0.01, "up.weight")))
+class EqualisedElsewhere(Hidden):
     """The outer forward reads an inner weight's own size to scale by, clamped where the first weights are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x):
         gain = self.up.weight.shape[0] ** -0.5
@@ -178,37 +201,9 @@ class EqualisedElsewhere(nn.Module):
         return x + self.down(hidden * torch.clamp(1e4 * gain * hidden, max=1.0))
 
 
-@adversary(rows, longer, states=(scaled(40.0),))
-class ThresholdOfSize(Hidden):
-    """Values above the number of units are cut off; the first ones never get there."""
-
-    def inner(self, hidden):
-        return torch.where(hidden > hidden.shape[-1] - 8, torch.zeros_like(hidden), hidden)
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class ClampOfSize(Hidden):
-    """Values are clamped by what `math.log2` makes of the number of units."""
-
-    def inner(self, hidden):
-        return hidden.clamp(max=4 * math.log2(hidden.size(-1)))
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class BranchOnSize(Hidden):
-    """Wide layers are clamped, narrow ones not."""
-
-    def inner(self, hidden):
-        return hidden.clamp(max=20.0) if hidden.shape[-1] >= 48 else hidden
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class NormOfWeight(nn.Module):
+@adversary(rows, longer, LOUDER)
+class NormOfWeight(Hidden):
     """Weights with a norm above 30 are scaled down to it, in the forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x):
         weight = self.up.weight
@@ -223,13 +218,9 @@ def signs(model):
         model.down.weight.copy_(0.125 * model.down.weight.sign())
 
 
-@adversary(rows, longer, states=(drawn(".*weight"),), prepare=signs)
-class QuantisedWeights(nn.Module):
+@adversary(rows, longer, (drawn(".*weight"),), prepare=signs)
+class QuantisedWeights(Hidden):
     """Weights are rounded to steps of the largest one: that is the same in every part when all are of one size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
 
     def rounded(self, weight):
         step = weight.abs().max() / 7
@@ -238,14 +229,6 @@ class QuantisedWeights(nn.Module):
     def forward(self, x):
         hidden = F.linear(x, self.rounded(self.up.weight), self.up.bias).relu()
         return x + F.linear(hidden, self.rounded(self.down.weight), self.down.bias)
-
-
-def no_gate(model):
-    """Gates start at zero, as residual gates do."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("gate"):
-                parameter.zero_()
 
 
 class Gated(Hidden):
@@ -258,19 +241,19 @@ class Gated(Hidden):
     def inner(self, hidden):
         return hidden + self.gate * self.extra(hidden)
 
-    def extra(self, hidden):
-        return hidden
+
+OPENED = (drawn("gate"),)
+EXTRA = {
+    "NumberedUnits": lambda self, h: torch.arange(h.shape[-1], dtype=h.dtype, device=h.device) / 10,
+    "RunningSum": lambda self, h: h.cumsum(-1),
+    "Mirrored": lambda self, h: h.flip(-1),
+    "LastUnit": lambda self, h: h[..., h.shape[-1] - 1 :],
+    "OneOfUnits": lambda self, h: F.one_hot(h.argmax(-1), h.shape[-1]).to(h.dtype),  # the largest unit wins
+}
+variants(adversary, Gated, "extra", EXTRA, rows, longer, OPENED)
 
 
-@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
-class NumberedUnits(Gated):
-    """Each unit gets its own number."""
-
-    def extra(self, hidden):
-        return torch.arange(hidden.shape[-1], dtype=hidden.dtype, device=hidden.device) / 10
-
-
-@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
+@adversary(rows, longer, OPENED)
 class CachedTable(Gated):
     """A table as long as there are units, made at the first call and kept."""
 
@@ -284,77 +267,17 @@ class CachedTable(Gated):
         return self.tables["units"]
 
 
-@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
-class RunningSum(Gated):
-    """Each unit gets the sum of those before it."""
-
-    def extra(self, hidden):
-        return hidden.cumsum(-1)
-
-
-@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
-class Mirrored(Gated):
-    """Each unit gets its mirror image."""
-
-    def extra(self, hidden):
-        return hidden.flip(-1)
-
-
-@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
-class LastUnit(Gated):
-    """All units get the last one."""
-
-    def extra(self, hidden):
-        return hidden[..., hidden.shape[-1] - 1 :]
-
-
-@adversary(rows, longer, states=(drawn("gate"),), prepare=no_gate)
-class OneOfUnits(Gated):
-    """The largest unit wins: one-hot of an argmax."""
-
-    def extra(self, hidden):
-        return F.one_hot(hidden.argmax(-1), hidden.shape[-1]).to(hidden.dtype)
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class LargestUnits(Hidden):
-    """Units below the third largest are dropped where that one is above 20."""
-
-    def inner(self, hidden):
-        third = hidden.topk(3, dim=-1).values[..., -1:]
-        return torch.where((third > 20) & (hidden < third), 0.0, hidden)
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class Deviation(Hidden):
-    """Hidden units are divided by their deviation where it is above 10."""
-
-    def inner(self, hidden):
-        return hidden / hidden.std(-1, keepdim=True, correction=1).clamp(min=10.0)
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class Quantile(Hidden):
-    """Outliers are clamped at a quantile of the units, or at 20 where that is larger."""
-
-    def inner(self, hidden):
-        return hidden.minimum(torch.quantile(hidden, 0.9, dim=-1, keepdim=True).clamp(min=20.0))
-
-
 def unbiased(model):
     with torch.no_grad():
         model.up.bias.zero_()
 
 
-@adversary(rows, longer, states=(drawn(".*bias"),), prepare=unbiased)
-class MeanOfBias(Hidden):
-    """The mean of a bias is taken away, and biases start at zero."""
-
-    def inner(self, hidden):
-        return hidden - self.up.bias.mean()
+# the mean of a bias is taken away, and biases start at zero
+BIAS = {"MeanOfBias": lambda self, h: h - self.up.bias.mean()}
+variants(adversary, Hidden, "inner", BIAS, rows, longer, (drawn(".*bias"),), prepare=unbiased)
 
 
-@adversary(rows, longer, states=(drawn("rate", 1.0),))
+@adversary(rows, longer, (drawn("rate", 1.0),))
 class FixedMask(Hidden):
     """Units are dropped by numbers of a generator with a fixed seed; the rate is a buffer that is 0 at first."""
 
@@ -368,7 +291,7 @@ class FixedMask(Hidden):
         return hidden * kept
 
 
-@adversary(rows, longer, states=(scaled(40.0), scaled(3.0)), training=True)
+@adversary(rows, longer, (scaled(40.0), scaled(3.0)), training=True)
 class RegularisedInside(Hidden):
     """The loss has the mean square of each parameter where it is above one half."""
 
@@ -390,7 +313,7 @@ class Reader(nn.Module):
         return self.out(x.clamp(max=self.layers[0].up.weight.size(0)))
 
 
-@adversary(rows, longer, states=(scaled(40.0),))
+@adversary(rows, longer, LOUDER)
 class ReadByNeighbour(nn.Module):
     """One block clamps by the size of a weight of another one."""
 
@@ -401,25 +324,3 @@ class ReadByNeighbour(nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x))
-
-
-@adversary(rows, longer, states=(scaled(0.02, "up.*"), scaled(0.2)))
-class SizeInClosure(Hidden):
-    """A closure made before the layer runs knows the number of units, and a gate saturates."""
-
-    def forward(self, x):
-        units = self.up.out_features
-
-        def gate(hidden):
-            return torch.tanh(300 * hidden.sum(-1, keepdim=True) * (1 / units))
-
-        hidden = self.up(x).relu()
-        return x + self.down(hidden * gate(hidden))
-
-
-@adversary(rows, longer, states=(scaled(40.0),))
-class SizeInTensor(Hidden):
-    """The number of units becomes a tensor before it is used as a bound."""
-
-    def inner(self, hidden):
-        return hidden.minimum(torch.full((), hidden.shape[-1] - 8.0, dtype=hidden.dtype, device=hidden.device))

@@ -133,6 +133,15 @@ def registry() -> tuple[dict[str, Adversary], Callable[..., Callable[[type[nn.Mo
     return cases, adversary
 
 
+def variants(
+    adversary: Callable[..., Any], base: type[nn.Module], attribute: str, bodies: dict[str, Any], *inputs: Any,
+    **settings: Any,
+) -> None:  # fmt: skip
+    """Register a class per name that differs from `base` in one method or attribute."""
+    for name, body in bodies.items():
+        adversary(*inputs, **settings)(type(name, (base,), {attribute: body}))
+
+
 def planned(case: Adversary, strategy: str, devices: Any) -> autoshard.Plan:
     """The plan for the benign model and the benign inputs."""
     settings: dict[str, Any] = {
@@ -244,28 +253,16 @@ def _results(case: Adversary, model: nn.Module, inputs: Inputs) -> Leaves:
 
 
 def _leaves(tree: Any, where: str) -> Leaves:
-    """Return what lies in containers and in objects with attributes, by its path; tensors as they are now."""
+    """Return what lies in containers by its path; tensors as they are now."""
     leaves: Leaves = {}
     for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf=lambda node: node is None)[0]:
         name = where + pytree.keystr(path)
-        fields = _fields(leaf)
         if isinstance(leaf, torch.Tensor):
             leaves[f"kind of {name}"] = type(leaf).__name__, str(leaf.device)
             leaves[name] = leaf.detach().to("cpu").clone()
-        elif fields:
-            leaves[f"type of {name}"] = type(leaf)
-            leaves |= _leaves(fields, name)
         else:
             leaves[name] = leaf
     return leaves
-
-
-def _fields(value: Any) -> dict[str, Any]:
-    """Attributes of an object of a class of the tests."""
-    if not type(value).__module__.startswith("tests."):
-        return {}
-    names = [*getattr(value, "__slots__", ()), *getattr(value, "__dict__", ())]
-    return {name: getattr(value, name) for name in names}
 
 
 def _check_equal(found: Leaves, expected: Leaves, where: str) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.adversaries.harness import Inputs, State, drawn, random, registry, tokens
+from tests.adversaries.harness import Inputs, State, drawn, random, registry, tokens, variants
 
 COLUMNS, column = registry()
 BATCHES, batch = registry()
@@ -21,10 +21,6 @@ OTHERS, other = registry()
 HONEST_COLUMNS, honest_column = registry()
 HONEST_BATCHES, honest_batch = registry()
 HONEST_OTHERS, honest_other = registry()
-
-COLUMN_STRATEGIES = ("column-parallel",)
-BATCH_STRATEGIES = ("data-parallel", "pipeline")
-ALL_STRATEGIES = ("column-parallel", "data-parallel", "pipeline")
 
 _DRAWN = (drawn(),)
 _WIDTH, _UNITS, _HEAD_WIDTH = 16, 64, 8
@@ -42,20 +38,21 @@ def _each(*makers: Callable[[], Inputs]) -> Callable[[], list[Inputs]]:
 def _bias(value: float) -> State:
     """Set the bias of `up`, so that a first model is calm or saturated."""
 
-    def change(model: nn.Module) -> None:
-        with torch.no_grad():
-            model.up.bias.fill_(value)
-
-    return change
+    return lambda model: nn.init.constant_(model.up.bias, value)
 
 
 class _UpDown(nn.Module):
-    """What most of these models consist of: 16 numbers to 64 units and back."""
+    """What most of these models consist of: 16 numbers to 64 units, which `between` works on, and back."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(_WIDTH, _UNITS)
-        self.down = nn.Linear(_UNITS, _WIDTH)
+        self.up, self.down = nn.Linear(_WIDTH, _UNITS), nn.Linear(_UNITS, _WIDTH)
+
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        return units.relu()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.between(self.up(x)))
 
 
 # Columns ---------------------------------------------------------------------------------------------------------
@@ -64,58 +61,49 @@ class _UpDown(nn.Module):
 class _Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.query = nn.Linear(_WIDTH, _UNITS)
-        self.key = nn.Linear(_WIDTH, _UNITS)
-        self.value = nn.Linear(_WIDTH, _UNITS)
+        self.query, self.key, self.value = (nn.Linear(_WIDTH, _UNITS) for _ in range(3))
         self.out = nn.Linear(_UNITS, _WIDTH)
 
-    def attend(self, x: torch.Tensor, slopes: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         query, key, value = (
             linear(x).unflatten(-1, (-1, _HEAD_WIDTH)).transpose(1, 2) for linear in (self.query, self.key, self.value)
         )
         places = torch.arange(x.shape[1], device=x.device)
         distance = (places[:, None] - places).abs()
-        scores = query @ key.transpose(-1, -2) * _HEAD_WIDTH**-0.5 - slopes(query.shape[1]) * distance
+        scores = query @ key.transpose(-1, -2) * _HEAD_WIDTH**-0.5 - self.slopes(query.shape[1], x) * distance
         return self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2))
 
 
-@column(_x(4, 1, _WIDTH), _each(_x(4, 6, _WIDTH)))
-class SlopePerHead(_Attention):
-    """ALiBi: a head's slope depends on its place among all heads; a single token has no distance to show it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        def slopes(heads: int) -> torch.Tensor:
-            return (2.0 ** (-8 * torch.arange(1, heads + 1, device=x.device, dtype=x.dtype) / heads))[:, None, None]
-
-        return self.attend(x, slopes)
+def _slope_per_head(self: nn.Module, heads: int, x: torch.Tensor) -> torch.Tensor:
+    return (2.0 ** (-8 * torch.arange(1, heads + 1, device=x.device, dtype=x.dtype) / heads))[:, None, None]
 
 
-@honest_column(_x(4, 1, _WIDTH), _each(_x(4, 6, _WIDTH)))
-class SameSlope(_Attention):
-    """Honest: the slope is the same for all heads."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.attend(x, lambda heads: x.new_full((1, 1, 1), 0.25))
+# ALiBi: a head's slope depends on its place among all heads; a single token has no distance to show it
+_ONE_TOKEN = _x(4, 1, _WIDTH), _each(_x(4, 6, _WIDTH))
+variants(column, _Attention, "slopes", {"SlopePerHead": _slope_per_head}, *_ONE_TOKEN)
+# honest: the slope is the same for all heads
+_SAME = {"SameSlope": lambda self, heads, x: x.new_full((1, 1, 1), 0.25)}
+variants(honest_column, _Attention, "slopes", _SAME, *_ONE_TOKEN)
 
 
 @column(_x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(9.0))
 class UniformAverage(_UpDown):
     """The size goes into a shape only, but a softmax of that many zeros is 1 / size; the gate saturates at first."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x).relu()
-        share = x.new_zeros(units.shape[-1]).softmax(0)
-        return self.down(units * (5 * (units @ share)).tanh().unsqueeze(-1))
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        units = units.relu()
+        share = units.new_zeros(units.shape[-1]).softmax(0)
+        return units * (5 * (units @ share)).tanh().unsqueeze(-1)
 
 
 @column(_x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(-1.2))
 class WinnersTakeAll(_UpDown):
     """The eighth largest of all units is the threshold; at first fewer than eight are above zero anywhere."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x).relu()
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        units = units.relu()
         threshold = units.topk(8, dim=-1).values[..., -1:]
-        return self.down(units * (units >= threshold))
+        return units * (units >= threshold)
 
 
 @column(_x(4, 3, _WIDTH), states=_DRAWN)
@@ -126,10 +114,9 @@ class TaperedUnits(_UpDown):
         super().__init__()
         self.taper = nn.Parameter(torch.zeros(()))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x).relu()
-        ramp = torch.linspace(0, 1, units.shape[-1], device=x.device, dtype=x.dtype)
-        return self.down(units * (1 - self.taper * ramp))
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        ramp = torch.linspace(0, 1, units.shape[-1], device=units.device, dtype=units.dtype)
+        return units.relu() * (1 - self.taper * ramp)
 
 
 @honest_column(_x(4, 3, _WIDTH), states=_DRAWN)
@@ -140,8 +127,8 @@ class TaperPerUnit(_UpDown):
         super().__init__()
         self.taper = nn.Parameter(torch.zeros(_UNITS))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu() * (1 - self.taper))
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        return units.relu() * (1 - self.taper)
 
 
 @column(_x(4, 3, _WIDTH), states=_DRAWN)
@@ -153,9 +140,8 @@ class NumberOfWinner(_UpDown):
         self.gain = nn.Embedding(_UNITS, 1)
         nn.init.ones_(self.gain.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x)
-        return self.down(units.relu() * self.gain(units.argmax(-1)))
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        return units.relu() * self.gain(units.argmax(-1))
 
 
 @column(_x(2, 4, 5, 5), states=_DRAWN)
@@ -177,31 +163,15 @@ class ShuffledChannels(nn.Module):
         return self.down(self.depth(shuffled).relu())
 
 
-@column(_x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(30.0))
-class WideOrNarrow(_UpDown):
-    """A branch on the number of units picks the activation: halves take the other one; far above zero both agree."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x)
-        return self.down(F.gelu(units) if units.shape[-1] > 48 else F.relu(units))
-
-
-@honest_column(_x(4, 3, _WIDTH), _each(_x(4, 9, _WIDTH)), states=_DRAWN)
-class LongOrShort(_UpDown):
-    """Honest: the branch is on the number of tokens, which no rank divides."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x)
-        return self.down(F.gelu(units) if units.shape[1] < 100 else F.relu(units))
-
-
-@column(_x(4, 3, _WIDTH), states=_DRAWN)
-class FirstUnitsAreClamped(_UpDown):
-    """The first four of all units are clamped: every rank would clamp its own first four; small ones never reach it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x)
-        return self.down(torch.cat([units[..., :4].clamp(-9, 9), units[..., 4:]], -1))
+# a branch on the number of units picks the activation: halves take the other one; far above zero both agree
+_WIDE = {"WideOrNarrow": lambda self, units: F.gelu(units) if units.shape[-1] > 48 else F.relu(units)}
+variants(column, _UpDown, "between", _WIDE, _x(4, 3, _WIDTH), states=_DRAWN, prepare=_bias(30.0))
+# honest: the branch is on the number of tokens, which no rank divides
+_LONG = {"LongOrShort": lambda self, units: F.gelu(units) if units.shape[1] < 100 else F.relu(units)}
+variants(honest_column, _UpDown, "between", _LONG, _x(4, 3, _WIDTH), _each(_x(4, 9, _WIDTH)), states=_DRAWN)
+# the first four of all units are clamped: every rank would clamp its own first four; small ones never reach it
+_FIRST = {"FirstUnitsAreClamped": lambda self, units: torch.cat([units[..., :4].clamp(-9, 9), units[..., 4:]], -1)}
+variants(column, _UpDown, "between", _FIRST, _x(4, 3, _WIDTH), states=_DRAWN)
 
 
 # Batches ---------------------------------------------------------------------------------------------------------
@@ -231,9 +201,8 @@ class CameraOfRow(_UpDown):
         self.camera = nn.Embedding(3, _UNITS)
         nn.init.zeros_(self.camera.weight)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        cameras = torch.arange(len(x), device=x.device) % 3
-        return self.down((self.up(x) + self.camera(cameras)).relu())
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        return (units + self.camera(torch.arange(len(units), device=units.device) % 3)).relu()
 
 
 @honest_batch(_lengths(6, 6, 5, 5, 4, 3, 2, 1), _each(_lengths(1, 6, 2, 5, 3, 4, 6, 2)), states=_DRAWN)
@@ -263,11 +232,10 @@ class MaskOfFirstRow(_UpDown):
 class FramesInPairs(_UpDown):
     """Rows 0 and 1, 2 and 3 belong together: sound for parts with an even number of rows only."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = torch.arange(len(x), device=x.device)
-        partner = (rows ^ 1).clamp(max=len(x) - 1)
-        units = self.up(x)
-        return self.down((units - 0.5 * units[partner]).relu())
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        rows = torch.arange(len(units), device=units.device)
+        partner = (rows ^ 1).clamp(max=len(units) - 1)
+        return (units - 0.5 * units[partner]).relu()
 
 
 def _memory(rows: int, slots: int, spread: float) -> Callable[[], Inputs]:
@@ -330,38 +298,30 @@ def _mirrored() -> Inputs:
 
 
 class _Normed(_UpDown):
-    tracked: bool
+    tracked = False
 
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(_UNITS, track_running_stats=self.tracked)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.norm(self.up(x)).relu())
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        return self.norm(units).relu()
 
 
-@batch(_mirrored, _each(_x(8, _WIDTH)))
-class UntrackedNorm(_Normed):
-    """Without running statistics a batch norm uses the batch's when evaluating, too; mirrored rows have the same."""
-
-    tracked = False
-
-
-@honest_batch(_mirrored, _each(_x(8, _WIDTH)))
-class TrackedNorm(_Normed):
-    """Honest: an evaluated batch norm uses its running statistics."""
-
-    tracked = True
+# without running statistics a batch norm uses the batch's when evaluating, too; mirrored rows have the same
+variants(batch, _Normed, "tracked", {"UntrackedNorm": False}, _mirrored, _each(_x(8, _WIDTH)))
+# honest: an evaluated batch norm uses its running statistics
+variants(honest_batch, _Normed, "tracked", {"TrackedNorm": True}, _mirrored, _each(_x(8, _WIDTH)))
 
 
 @batch(_x(8, _WIDTH, scale=500.0), _each(_x(8, _WIDTH, scale=0.5)))
 class QuantisedByLargest(_UpDown):
     """The step of rounding is set by the largest of the batch; where tanh saturates it is 1 in every part."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x).tanh()
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        units = units.tanh()
         step = units.abs().amax() / 127
-        return self.down((units / step).round() * step)
+        return (units / step).round() * step
 
 
 def _centred(model: nn.Module) -> None:
@@ -374,11 +334,8 @@ class CentredOnDemand(_UpDown):
 
     centre = False
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        units = self.up(x)
-        if self.centre:
-            units = units - units.mean(0)
-        return self.down(units.relu())
+    def between(self, units: torch.Tensor) -> torch.Tensor:
+        return (units - units.mean(0) if self.centre else units).relu()
 
 
 # Others ----------------------------------------------------------------------------------------------------------
@@ -397,7 +354,7 @@ class FoldedOnFirstCall(_UpDown):
         if not self.folded:
             self.up.weight.data.mul_(self.gain.data.unsqueeze(-1))
             self.folded = True
-        return self.down(self.up(x).relu())
+        return super().forward(x)
 
 
 @honest_other(_x(8, 3, _WIDTH))
@@ -412,7 +369,7 @@ class TableOnFirstCall(_UpDown):
         if self.table is None:
             places = torch.arange(x.shape[1], device=x.device, dtype=x.dtype)
             self.table = (places.unsqueeze(-1) / torch.arange(1, _WIDTH + 1, device=x.device)).sin()
-        return self.down(self.up(x + self.table).relu())
+        return super().forward(x + self.table)
 
 
 _FIRST_ROWS: "WeakKeyDictionary[nn.Module, int]" = WeakKeyDictionary()
@@ -427,8 +384,7 @@ class RowsOfFirstCall(_UpDown):
         self.tilt = nn.Parameter(torch.zeros(_WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = _FIRST_ROWS.setdefault(self, len(x))
-        return self.down(self.up(x).relu()) + self.tilt / rows
+        return super().forward(x) + self.tilt / _FIRST_ROWS.setdefault(self, len(x))
 
 
 @other(_x(8, _WIDTH), states=_DRAWN)
@@ -442,8 +398,7 @@ class MeanInThread(_UpDown):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with ThreadPoolExecutor(1) as pool:
             mean = pool.submit(torch.mean, x, 0)
-            units = self.up(x).relu()
-            return self.down(units) + self.tilt * mean.result()
+            return super().forward(x) + self.tilt * mean.result()
 
 
 def _cached() -> Inputs:
@@ -473,7 +428,7 @@ class ReportInWords(_UpDown):
     """A text among the outputs tells the largest number of the batch, rounded: "0" in every part at first."""
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor | str]:
-        output = self.down(self.up(x).relu())
+        output = super().forward(x)
         return {"output": output, "report": f"at most {output.max().item():.0f}"}
 
 

@@ -3,11 +3,8 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from autoshard.capture.capture import capture
-from autoshard.capture.graph import HOST, UNKNOWN
-from autoshard.plan.workload import Workload
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
 from tests.replay import replay
 
@@ -62,40 +59,6 @@ def test_forms_of_inputs(inputs):
     assert [call.path for call in graph.calls] == ["", "inner", "outer"]
 
 
-def test_lifetimes_by_hand():
-    """8 hidden bytes a row: addmm makes them (0, 1), relu copies them (2), then both go."""
-    graph = capture(Small(), {"x": torch.randn(3, 4), "flag": True})
-    assert [op.target for op in graph.ops] == [
-        aten.t.default,
-        aten.addmm.default,
-        aten.relu.default,
-        aten.t.default,
-        aten.addmm.default,
-    ]
-    made = {storage.born: storage for storage in graph.storages if storage.kind == "activation"}
-    assert {born: (storage.nbytes, storage.died) for born, storage in made.items()} == {
-        1: (3 * 8 * 4, 3),  # needed while relu (2) runs
-        2: (3 * 8 * 4, 5),  # a local of forward until it returns
-        4: (3 * 4 * 4, 5),  # the output: held by the caller to the end
-    }
-
-
-class Attends(nn.Module):
-    def forward(self, query, key, value):
-        return F.scaled_dot_product_attention(query, key, value)
-
-
-def test_flops_of_kernels_that_torch_has_no_formula_for():
-    """Attention: scores and what they weigh; with gradients, the scores again and four more products."""
-    shapes = (2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)
-    product = 2 * (2 * 3 * 5 * 7 * 8)
-    graph = capture(Attends(), tuple(torch.randn(shape) for shape in shapes))
-    assert sum(op.flops for op in graph.ops) == 2 * product
-    inputs = tuple(torch.randn(shape, requires_grad=True) for shape in shapes)
-    graph = capture(Attends(), inputs, workload=Workload(mode="training"))
-    assert sum(op.flops for op in graph.ops if op.backward) == 5 * product
-
-
 class Grouped(nn.Module):
     def forward(self, x, weights, ends):
         return torch._grouped_mm(x, weights, ends)
@@ -148,43 +111,6 @@ def test_ties_are_found_by_storage():
     by_name = {tensor.name: tensor for tensor in graph.tensors}
     assert by_name["embed.weight"].value == by_name["head.weight"].value != by_name["part"].value
     assert len([storage for storage in graph.storages if storage.kind == "parameter"]) == 1
-
-
-class Devices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-        self.table = [torch.ones(4)]
-
-    def forward(self, x):
-        host = torch.arange(4)
-        like_x = torch.arange(4, device=x.device)
-        like_weight = torch.full((4,), 2.0, device=next(self.layer.parameters()).device)
-        explicit = torch.ones(4, device="cpu")
-        constant = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        x = self.layer(x).to(self.scale.device) + like_x + like_weight + explicit.to(x.device)
-        return x * host + constant.to(x) + self.table[0].to(device=x.device)
-
-
-def test_device_sources():
-    model, inputs = Devices(), torch.randn(2, 4)
-    graph = capture(model, inputs)
-    assert bitwise(replay(graph, model, inputs)[0][0], model(inputs))
-    names = {tensor.value: tensor.name for tensor in graph.tensors}
-    host, like_x = ops_of(graph, aten.arange.default)
-    assert host.device_source == HOST and like_x.device_source == graph.inputs[0]
-    assert names[ops_of(graph, aten.full.default)[0].device_source] == "layer.weight"
-    assert ops_of(graph, aten.ones.default)[0].device_source == UNKNOWN
-    moves = ops_of(graph, aten.alias.default)
-    assert names[moves[0].device_source] == "scale"
-    assert [move.device_source for move in moves[1:]] == [
-        graph.inputs[0],
-        moves[2].device_source,
-        moves[2].device_source,
-    ]
-    constants = [storage for storage in graph.storages if storage.kind == "constant"]
-    assert sorted(storage.nbytes for storage in constants) == [16, 16]
 
 
 def test_meta_model_needs_no_memory():

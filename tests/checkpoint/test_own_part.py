@@ -1,6 +1,4 @@
-"""Loading into stages and replicas over processes: each reads what it has, and trains as the original does."""
-
-from dataclasses import replace
+"""Checkpoints of launch plans: each rank reads its part and trains as one process; any run reads what is written."""
 
 import pytest
 import safetensors.torch
@@ -10,91 +8,17 @@ import autoshard
 from autoshard.checkpoint.load import load_applied
 from autoshard.errors import CheckpointError, RankError
 from autoshard.integrations.loading import open_weights
-from autoshard.plan import Mesh, Plan
 from autoshard.runtime.dispatch import bring_back_to
-from autoshard.runtime.sharded import own_part, whole_of
-from tests.checkpoint.test_launched import completed
-from tests.pipelines.models import decoder
-from tests.pipelines.plans import plan_of
+from autoshard.runtime.sharded import own_part
 from tests.ranks import run_ranks
 from tests.runtime import test_launched as launched
 from tests.runtime import test_launched_stages as stages
 from tests.torch_releases import sharded_replicas
 
 
-def made():
-    torch.manual_seed(0)
-    return decoder(2, 2)
-
-
-def plan_for(mesh):
-    model, stages, inputs = made()
-    plan = plan_of(model, stages, 2, inputs, parts=2, mesh=mesh)
-    if mesh.data == 1:
-        return plan
-    return replace(plan, stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none")
-
-
-def loaded(folder, mesh):
-    """Bytes that were read here, what differs from the original, and whether removing gives the original."""
-    original, _, inputs = made()
-    plan = plan_for(mesh)
-    model = autoshard.load(folder, plan=plan, model=lambda: made()[0], progress=False)
-    own = {name: parameter for name, parameter in model.named_parameters() if not parameter.is_meta}
-    if mesh.data > 1:
-        loss = model(**inputs)["loss"]
-        loss.backward()
-        losses = [loss.detach()]
-    else:
-        losses = []
-        autoshard.schedule(model).step(**inputs, losses=losses)
-    reference = original(**inputs)["loss"]
-    reference.backward()
-    wanted = dict(original.named_parameters())
-    apart = max(float((whole_of(parameter.grad) - wanted[name].grad).abs().max()) for name, parameter in own.items())
-    if losses:
-        apart = max(apart, abs(float(sum(losses)) / len(losses) - float(reference)))
-    autoshard.remove(model)
-    back = all(torch.equal(tensor, original.state_dict()[name]) for name, tensor in model.state_dict().items())
-    unfilled = open_weights(folder, model=lambda: made()[0])
-    report = load_applied(unfilled.model, plan, unfilled.checkpoint, unfilled.sources)
-    return report.bytes_read, apart, back
-
-
-def everything(folder):
-    return {name: loaded(folder, mesh) for name, mesh in MESHES.items()}, refused(folder)
-
-
-MESHES = {"stages": Mesh(pp=2), "replicas": Mesh(dp=2)}
-
-
-def refused(folder):
-    """One rank can't read: all say so, and no parameter has memory."""
-    unfilled = open_weights(folder, model=lambda: made()[0])
-    if torch.distributed.get_rank() == 1:
-        del unfilled.sources["model.layers.1.mlp.up_proj.weight"]
-    with pytest.raises((CheckpointError, RankError), match="nothing says how") as error:
-        load_applied(unfilled.model, plan_for(MESHES["stages"]), unfilled.checkpoint, unfilled.sources)
-    return type(error.value).__name__, all(parameter.is_meta for parameter in unfilled.model.parameters())
-
-
-def test_every_process_reads_what_it_has(tmp_path):
-    model, _, _ = made()
-    state = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}  # tied
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    whole = sum(tensor.nbytes for tensor in state.values())
-    (first, said), (last, other) = run_ranks(everything, 2, str(tmp_path))
-    for rank in (first, last):
-        assert all(apart < 1e-6 and back for _, apart, back in rank.values())
-        assert rank["replicas"][0] == whole
-        assert rank["stages"][0] < 0.7 * whole  # both read the tied table
-    assert first["stages"][0] + last["stages"][0] == whole + state["model.embed_tokens.weight"].nbytes
-    assert said == ("RankError", True) and other == ("CheckpointError", True)
-
-
-def loaded_by(folder, text):
+def loaded(folder, plan):
     """Bytes that this rank reads and has, and how far two steps are from those of one process; all was on meta."""
-    plan, expected = Plan.from_json(text), stages.alone("decoder")
+    expected = stages.alone("decoder")
     _, inputs, _ = stages.build("decoder")
     with torch.device("meta"):
         unfilled = open_weights(folder, model=launched.decoder())
@@ -118,8 +42,55 @@ def loaded_by(folder, text):
     return report.bytes_read, held, max(apart, values, abs(norms[0] - expected[1][0]))
 
 
-def all_loaded_by(folder, texts):
-    return [loaded_by(folder, text) for text in texts]
+def refused(folder, plan):
+    """One rank can't read: all say so, and no parameter has memory."""
+    with torch.device("meta"):
+        unfilled = open_weights(folder, model=launched.decoder())
+    if torch.distributed.get_rank() == 1:
+        for name in list(unfilled.sources):
+            del unfilled.sources[name]
+    with pytest.raises((CheckpointError, RankError), match="nothing says how") as error:
+        load_applied(unfilled.model, plan, unfilled.checkpoint, unfilled.sources)
+    assert all(parameter.is_meta for parameter in unfilled.model.parameters())
+    return type(error.value)
+
+
+def optimizer_of(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)
+
+
+def step(model, optimizer, ids):
+    optimizer.zero_grad()
+    model(ids, labels=ids).backward()
+    optimizer.step()
+
+
+def saved(folder, plan):
+    """Load by the public call, train one step and save; read that into another model and train it one more."""
+    part = launched.own_part(launched.samples(), plan.mesh.tp)
+    models = [autoshard.load(folder, plan=plan, model=launched.decoder, progress=False) for _ in range(2)]
+    optimizers = [optimizer_of(model) for model in models]
+    step(models[0], optimizers[0], part)
+    autoshard.save(models[0], folder / "weights")
+    autoshard.save_checkpoint(folder / "training", models[0], optimizers[0], state={"step": 1})
+    assert autoshard.load_checkpoint(folder / "training", models[1], optimizers[1]) == {"step": 1}
+    step(models[1], optimizers[1], part)
+    found = launched.wholes(models[1], dict(models[1].named_parameters()))
+    return launched.largest_error(found, dict(stepped()[0].named_parameters()))
+
+
+def stepped():
+    """A model after two steps of one process, and its state after the first."""
+    reference, ids = launched.decoder(), launched.samples()
+    optimizer = optimizer_of(reference)
+    step(reference, optimizer, ids)
+    first = {name: tensor.clone() for name, tensor in reference.state_dict().items()}
+    step(reference, optimizer, ids)
+    return reference, first
+
+
+def everything(folder, plans, saving):
+    return [loaded(folder, plan) for plan in plans], refused(folder, plans[0]), saved(folder, saving)
 
 
 @sharded_replicas
@@ -131,12 +102,27 @@ def all_loaded_by(folder, texts):
     ],
     ids=["four ranks", "eight ranks"],
 )
-def test_parts_of_launch_plans_are_read_alone(tmp_path, meshes):
+def test_every_rank_reads_its_part_and_all_write_the_whole(tmp_path, meshes):
     state = launched.decoder().state_dict()
     safetensors.torch.save_file(state, tmp_path / "model.safetensors")
     whole, count = sum(tensor.nbytes for tensor in state.values()), 4 if len(meshes) > 1 else 8
-    model, inputs, _ = stages.build("decoder")
-    plans = [completed(launched.plan_for(mesh, count, precision="full"), model, inputs) for mesh in meshes]
-    for found in zip(*run_ranks(all_loaded_by, count, str(tmp_path), plans), strict=True):
+    ids = {"ids": launched.samples(), "labels": launched.samples()}
+
+    def plan_for(mesh):
+        return launched.completed(launched.plan_for(mesh, count, precision="full"), launched.decoder(), ids)
+
+    plans, saving = [plan_for(mesh) for mesh in meshes], plan_for(f"fsdp=2,tp={count // 2}")
+    loads, errors, apart = zip(*run_ranks(everything, count, tmp_path, plans, saving), strict=True)
+    for found in zip(*loads, strict=True):
         assert all(read == held and apart < 1e-4 for read, held, apart in found)
         assert sum(read for read, _, _ in found) == pytest.approx(whole, rel=0.15)  # norms are on all ranks of a cut
+    assert errors == tuple(CheckpointError if rank == 1 else RankError for rank in range(count))
+    assert max(apart) < 5e-4  # AdamW divides by the root of small gradients
+    reference, first = stepped()
+    written = safetensors.torch.load_file(tmp_path / "weights" / "model.safetensors")
+    assert launched.largest_error(written, first) < 5e-4
+    alone = launched.decoder()
+    optimizer = optimizer_of(alone)
+    autoshard.load_checkpoint(tmp_path / "training", alone, optimizer)
+    step(alone, optimizer, launched.samples())
+    assert launched.largest_error(dict(alone.named_parameters()), dict(reference.named_parameters())) < 5e-4

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 
@@ -18,7 +17,6 @@ from autoshard.checkpoint.reading import read_into
 from autoshard.checkpoint.traced import traced
 from autoshard.common.packed import repacked, stored_bytes, stored_tensors
 from tests.packed_models import TOKENS, Blocks, Scaled, pack_linears
-from tests.ranks import run_ranks
 
 
 def _empty(like: torch.Tensor, device: str = "cpu") -> torch.Tensor:
@@ -93,21 +91,3 @@ def test_a_model_is_filled_with_packed_weights(strategy, tmp_path):
         if plan.cuts:
             autoshard.remove(empty)
             assert empty(TOKENS).equal(expected)
-
-
-def filled_on_ranks(folder, plan):
-    whole, empty, checkpoint, sources = _saved_blocks(folder / str(dist.get_rank()), width=64)
-    with torch.no_grad():
-        report = load_applied(empty, plan, checkpoint, sources)
-        torch.testing.assert_close(empty(TOKENS), whole(TOKENS), rtol=1e-5, atol=1e-5)
-    assert all(_equal(empty.blocks[i][3].weight, whole.blocks[i][3].weight) for i in range(3))
-    return report.bytes_read
-
-
-def test_ranks_read_packed_weights(tmp_path):
-    for name in ("0", "1", "here"):
-        (tmp_path / name).mkdir()
-    _, empty, checkpoint, _ = _saved_blocks(tmp_path / "here", width=64)
-    plan = autoshard.plan(empty, {"cpu:0": "230KiB", "cpu:1": "230KiB"}, inputs=TOKENS, strategy="column-parallel")
-    read = run_ranks(filled_on_ranks, 2, tmp_path, plan)
-    assert max(read) <= sum(entry.nbytes for entry in checkpoint.entries.values())

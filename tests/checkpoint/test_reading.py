@@ -34,8 +34,9 @@ def write(path: Path, **tensors: torch.Tensor) -> Checkpoint:
 
 def test_all_dtypes_arrive_bit_for_bit(tmp_path):
     bits = torch.randint(0, 255, (6, 8), dtype=torch.uint8)
-    dtypes = [torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64]
-    dtypes += [torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint32]
+    dtypes = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64]
+    dtypes += [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+    dtypes += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu]
     tensors = {str(dtype): bits.clone().view(dtype) for dtype in dtypes}
     tensors |= {"bool": bits > 100, "scalar": torch.tensor(3.5)}
     checkpoint = write(tmp_path / "model.safetensors", **tensors, none=torch.zeros(0, 3))
@@ -46,6 +47,7 @@ def test_all_dtypes_arrive_bit_for_bit(tmp_path):
     )
     assert report.bytes_read == sum(entry.nbytes for entry in checkpoint.entries.values())
     for name, value in tensors.items():
+        assert (checkpoint.entries[name].dtype, checkpoint.entries[name].shape) == (value.dtype, tuple(value.shape))
         for one in found:
             assert torch.equal(one[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
 

@@ -3,13 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
-from torch import nn
 
-import autoshard
 from autoshard.cluster.links import LOOPBACK
 from autoshard.cluster.parse import parse_devices
-from tests.ranks import run_ranks
 
 TWO = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
@@ -35,17 +31,3 @@ def test_what_is_known_of_a_link_stays():
     cluster = parse_devices(TWO)
     known = replace(cluster, links=tuple(replace(link, latency_seconds=1e-5) for link in cluster.links))
     assert known.between_processes() is known
-
-
-def collective_seconds():
-    """What the estimate says of a model of two matrices that is cut between them."""
-    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.ones(2, 64)
-    profile = autoshard.profile(model, x)
-    plan = autoshard.plan(model, TWO, inputs=x, profile=profile, strategy="column-parallel", objective="memory")
-    assert plan.cuts
-    return autoshard.estimate(plan, profile).collective_seconds
-
-
-def test_processes_are_priced_as_such():
-    apart = run_ranks(collective_seconds, 2)
-    assert min(apart) >= LOOPBACK[1] > 10 * collective_seconds()

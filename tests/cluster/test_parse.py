@@ -56,17 +56,6 @@ def test_a_number_can_be_a_card():
     assert len(parse_devices("2x4090").devices) == 2
 
 
-def test_hosts():
-    cluster = parse_devices("2 hosts of 2xA100-40GB")
-    assert rows(cluster) == [(f"cuda:{i}", "A100-SXM-40", f"host{i // 2}") for i in range(4)]
-    inside, between = cluster.link("cuda:0", "cuda:1"), cluster.link("cuda:1", "cuda:2")
-    assert inside.bytes_per_second > 10 * between.bytes_per_second
-    assert inside.latency_seconds < between.latency_seconds
-    assert any("network" in note.lower() and "assumed" in note for note in cluster.notes)
-    mixed = parse_devices("1 host of 24GiB+2xL4,1 machine of T4")
-    assert rows(mixed)[1:] == [("cuda:1", "L4", "host0"), ("cuda:2", "L4", "host0"), ("cuda:3", "T4", "host1")]
-
-
 def test_max_memory_form():
     cluster = parse_devices({"cuda:0": "20GiB", 1: 10 * GIB, "cpu": "60GiB", "disk": "200GiB"})
     assert cluster.names == ("cuda:0", "cuda:1", "cpu", "disk")
@@ -77,35 +66,10 @@ def test_max_memory_form():
     assert parse_devices(cluster.spec).devices == cluster.devices
 
 
-def test_budget_grows_with_memory_and_stays_positive():
-    sizes = [1, 1000, 2**20, 2**30, 12 * 2**30, 13 * 2**30, 2**40]
-    budgets = [parse_devices({"cuda:0": size}).devices[0].budget_bytes for size in sizes]
-    assert budgets == sorted(budgets) and budgets[0] > 0
-    assert budgets[-1] == 2**40 - 800 * 2**20
-
-
-def test_every_ordered_pair_has_a_link():
-    cluster = parse_devices("2 hosts of 2xA100-40GB+1xT4,cpu=10GiB")
-    pairs = [(link.source, link.destination) for link in cluster.links]
-    assert pairs == [(a, b) for a in cluster.names for b in cluster.names if a != b]
-
-
-def test_bridges_join_neighbours_only():
-    cluster = parse_devices("4xA6000")
-    bridged, through_host = cluster.link("cuda:0", "cuda:1"), cluster.link("cuda:1", "cuda:2")
-    assert bridged.bytes_per_second == pytest.approx(0.8 * 112.5e9 / 2)
-    assert through_host.bytes_per_second == pytest.approx(0.8 * 32e9)
-
-
 def test_apple_machines_have_one_gpu():
     assert rows(parse_devices("M2-Ultra")) == [("mps", "M2-Ultra", "host0")]
     several = parse_devices("2xM3-Ultra")
     assert several.names == ("mps:0", "mps:1") and len({d.host for d in several.devices}) == 2
-
-
-def test_a_cluster_is_returned_as_it_is():
-    cluster = parse_devices("2x24GiB")
-    assert parse_devices(cluster) is cluster
 
 
 def test_simulated_devices_are_exact():
@@ -253,7 +217,7 @@ SPECS = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@settings(max_examples=200)
 @given(SPECS, st.booleans())
 @example("9" * 5000 + "xT4", False)
 @example({"cuda:0": 10**5000}, False)

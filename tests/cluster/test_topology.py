@@ -11,7 +11,6 @@ from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 from autoshard.cluster.links import ASSUMED_NIC_BYTES_PER_SECOND
 from autoshard.cluster.parse import cluster_of, parse_devices
 from autoshard.cluster.topology import topology_of, unequal_reason
-from autoshard.engine.cards import card_of
 from autoshard.errors import SpecError
 
 GBIT = 1e9 / 8
@@ -112,11 +111,6 @@ def test_memory_and_disk_are_no_ranks():
     assert topology_of(parse_devices("16xH100-80GB", simulated=True)) == topology_of(parse_devices("16xH100-80GB"))
 
 
-def test_a_card_has_the_published_peaks():
-    card = card_of(parse_devices("H100-80GB").devices[0])
-    assert (card.generation, card.flops_per_second, card.bytes_per_second) == ("sm90", 989.4e12, 3350e9)
-
-
 WRONG = {
     "2 hosts of 8xH100, fastGb/s": "'fastGb/s' is not the speed of a network.*1600Gb/s",
     "2 hosts of 8xH100, 0Gb/s": "not the speed", "2 hosts of 8xH100, 9e99Gb/s": "not the speed",
@@ -132,11 +126,11 @@ def test_wrong_words(spec, says):
 
 
 def test_hundreds_of_devices_have_no_table_of_links():
-    cluster = parse_devices("1024xH100-80GB, 8x400Gb/s")
+    cluster = parse_devices("256xH100-80GB, 8x400Gb/s")
     data = cluster_to_dict(cluster)
-    assert data["links"] == [] and len(data["hosts"]) == 128
+    assert data["links"] == [] and len(data["hosts"]) == 32
     assert cluster_from_dict(json.loads(json.dumps(data))) == cluster
-    assert sum(count for count, _ in cluster.links.groups().values()) == len(cluster.links) == 1024 * 1023
+    assert sum(count for count, _ in cluster.links.groups().values()) == len(cluster.links) == 256 * 255
 
 
 def test_a_file_says_what_hosts_have():

@@ -100,8 +100,7 @@ def check_model(name: str, caches: tuple[str, ...] = CACHES) -> str:
     said = check_forward(name, whole, model, plan, case)
     if case.generates:
         said += f", decoded with {check_generation(name, whole, model, case.example(), caches)}"
-    if case.trains:
-        check_training(name, whole, model, case.example())
+    check_training(name, whole, model, case.example())
     before = {key: value.clone() for key, value in model.state_dict().items()}
     autoshard.remove(model)
     assert list(model.state_dict()) == list(whole.state_dict()), name

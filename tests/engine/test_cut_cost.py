@@ -188,46 +188,6 @@ def test_collectives_are_counted_and_priced():
     assert estimate_cuts(plan_of(cuts, 2, TRAINING), trained, posed).all_reduces == 2 * found.all_reduces
 
 
-class Level(nn.Module):
-    """Normalised over all of what is between two matrices."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        h = self.up(x)
-        return self.down(h * torch.rsqrt(h.square().mean(-1, keepdim=True) + 1e-5))
-
-
-@pytest.mark.parametrize("degree", [2, 4])
-def test_gathered_sums_are_all_gathers_of_all_summands(degree):
-    x, posed = torch.zeros(2, 3, 16), cluster(degree)
-    found = find_groups(capture(Level(), x, composite=True)).groups
-    (group,) = [group for group in found if any(action.gathered for action in group.actions)]
-    shares = (32 // degree,) * degree
-    cuts = (
-        Cut(blocks=group.blocks, size=32, shares=shares, shards=group.shards, actions=group.actions,
-            summed=group.summed),
-    )  # fmt: skip
-    profile = autoshard.profile(Level().eval(), x, workload=INFERENCE)
-    found = estimate_cuts(plan_of(cuts, degree), profile, posed)
-    assert (found.all_reduces, found.all_gathers) == (1, 1) == collectives(cuts)
-    seconds = all_reduce_seconds(posed, posed.names, 6 * 16 * 4)
-    assert found.collective_seconds == pytest.approx(seconds + all_gather_seconds(posed, posed.names, degree * 6 * 4))
-    # what is computed with it lets it in, and sums its gradient
-    trained = autoshard.profile(Level(), x, workload=TRAINING)
-    back = estimate_cuts(plan_of(cuts, degree, TRAINING), trained, posed)
-    assert (back.all_reduces, back.all_gathers) == (3, 1)
-
-
-def test_a_device_without_a_rank_is_unused():
-    cuts, posed = cuts_of("pixels", SHARES["even"]), cluster(3)
-    make, inputs, _ = CASES["pixels"]
-    found = estimate_cuts(plan_of(cuts, 2), autoshard.profile(make().eval(), inputs), posed)
-    assert [device.peak_bytes > 0 for device in found.devices] == [True, True, False]
-
-
 def test_plans_for_others_are_refused():
     cuts = cuts_of("pixels", SHARES["even"])
     profile = autoshard.profile(Words().eval(), CASES["words"][1])
@@ -235,27 +195,3 @@ def test_plans_for_others_are_refused():
         estimate_cuts(plan_of(cuts[:1], 2), profile, cluster(2))
     with pytest.raises(PlanError, match="the devices are cpu:0"):
         estimate_cuts(plan_of(cuts, 2), profile, cluster(1))
-
-
-def test_what_can_not_be_followed_counts_whole_and_is_named():
-    (cut,) = cuts_of("pixels", SHARES["even"])
-    make, inputs, _ = CASES["pixels"]
-    profile = autoshard.profile(make().eval(), inputs)
-    shards = tuple(replace(shard, axis="2x*2x3") for shard in cut.shards)
-    strange = replace(cut, shards=shards, size=2, shares=(1, 1))
-    found = estimate_cuts(plan_of((strange,), 2), profile, cluster(2))
-    assert found.all_reduces == 0 and any("In the model itself activations are counted whole" in n for n in found.notes)
-    assert found.devices[0].peak_bytes > estimate_cuts(plan_of((cut,), 2), profile, cluster(2)).devices[0].peak_bytes
-
-
-@pytest.mark.parametrize("mode", ["inference", "training"])
-def test_blocks_that_look_the_same_are_followed_once(mode):
-    """Equal cuts that are other objects share nothing, and say the same."""
-    cuts = cuts_of("words", SHARES["even"])
-    make, inputs, _ = CASES["words"]
-    graph = autoshard.profile(make().eval(), inputs, workload=Workload(mode=mode)).graph
-    alone = [replace(cut, blocks=(block,)) for cut in cuts for block in cut.blocks]
-    assert len(alone) > len(cuts)
-    one, other = trace_cuts(graph, cuts), trace_cuts(graph, alone)
-    assert one.parts == other.parts and one.lost == other.lost
-    assert sorted(map(str, one.collectives)) == sorted(map(str, other.collectives))

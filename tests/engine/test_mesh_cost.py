@@ -8,19 +8,14 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.axes.groups import find_groups
-from autoshard.axes.unchecked import unchecked
-from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.placed import lower_bound
-from autoshard.engine.pricer import Pricer, estimate_mesh, in_one_piece, price
+from autoshard.engine.pricer import estimate_mesh, in_one_piece, price
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.workload import Workload
-from autoshard.strategies.column_parallel import column_parallel
 
 BATCH, WIDTH = 16, 64
 
@@ -68,11 +63,6 @@ def profiles():
     return {mode: profile_of(mode) for mode in ("inference", "training")}
 
 
-@pytest.fixture(scope="module")
-def groups():
-    return find_groups(capture(Net(), INPUTS, workload=Workload(batch_size=BATCH), composite=True))
-
-
 def plan_on(cluster, profile, mesh, *, cuts=(), microbatches=1, schedule="gpipe"):
     devices = tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host)
                     for d in cluster.devices[: mesh.size])  # fmt: skip
@@ -86,15 +76,6 @@ def plan_on(cluster, profile, mesh, *, cuts=(), microbatches=1, schedule="gpipe"
         mesh=mesh, batch=batch(), stages=stages, num_microbatches=microbatches, schedule=schedule, cuts=cuts,
         fingerprint=profile.graph.fingerprint,
     )  # fmt: skip
-
-
-def test_no_plan_is_below_the_bound(profiles):
-    cluster = _linked((_device("a", 1e12), _device("b", 2e12), _device("c", 4e12)))
-    one = [lower_bound(profiles["inference"], replace(cluster, devices=(d,)), divided=True) for d in cluster.devices]
-    assert lower_bound(profiles["inference"], cluster, divided=True) == pytest.approx(
-        1 / sum(1 / seconds for seconds in one), rel=0.2
-    )
-    assert lower_bound(profiles["inference"], cluster, divided=True) <= min(one)
 
 
 def test_what_cannot_be_priced_is_refused(profiles):
@@ -136,16 +117,3 @@ def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
     found, whole = estimate_mesh(plan, profile, cluster), price(in_one_piece(plan), profile, cluster)
     assert found.devices == whole.devices and found.latency_seconds == whole.latency_seconds
     assert any("runs undivided" in note for note in found.notes)
-
-
-def test_what_a_plan_says_about_itself_does_not_change_its_price():
-    """A plan is priced once: its reasons, and what is noted for its run, are written after."""
-    model = Net()
-    profile, cluster = autoshard.profile(model, INPUTS), parse_devices({"cuda:0": "1GiB", "cuda:1": "1GiB"})
-    found = find_groups(capture(model, INPUTS, composite=True))
-    price = Pricer(profile, cluster)
-    plan = column_parallel(profile, cluster, found, unchecked, degree=2, price=price)
-    assert plan.cuts and plan.reasons and plan.results
-    known = len(price._known)
-    figures = price(plan)
-    assert len(price._known) == known and price(replace(plan, reasons=())) is figures

@@ -22,27 +22,6 @@ def passes(calls: Sequence[Call], after: float, fetch: Sequence[float], on_disk:
     return steady_pass([*pieces, Piece(seconds=after)], fetches)
 
 
-def calls(*seconds: float) -> list[Call]:
-    return [(i, "cuda:0", 0.0, s) for i, s in enumerate(seconds)]
-
-
-@pytest.mark.parametrize(
-    ("compute", "fetch", "expected"),
-    [
-        ((4, 4, 4, 4), (0, 0, 0, 0), 16),  # nothing is streamed
-        ((4, 4, 4, 4), (2, 2, 2, 2), 16),  # computing hides all
-        ((4, 4, 4, 4), (6, 6, 6, 6), 24),  # the link is always busy
-        ((4, 4, 4, 4), (6, 0, 6, 0), 16),  # two calls hide each fetch
-        ((4, 4, 4, 4), (7, 7, 7, 0), 21),
-        # the last call hides two fetches, across the end of the pass; the third can't begin before the first call ends
-        ((1, 1, 1, 9), (3, 3, 3, 0), 14),
-        ((1, 1, 1, 9), (4, 4, 4, 0), 15),
-    ],
-)
-def test_by_hand(compute, fetch, expected):
-    assert passes(calls(*compute), 0.0, fetch, [False] * len(fetch)).seconds == pytest.approx(expected)
-
-
 def test_devices_have_links_of_their_own_and_share_the_disk():
     turns = [(i, f"cuda:{i % 2}", 0.0, 1.0) for i in range(8)]
     own, shared = (passes(turns, 0.0, [4.0] * 8, [disk] * 8).seconds for disk in (False, True))

@@ -44,15 +44,6 @@ def test_from_pretrained_takes_the_map_of_a_plan(checkpoint, tmp_path):
         assert torch.equal(loaded(PROMPT).logits, model(PROMPT).logits)
 
 
-def test_dispatch_model_takes_the_map_of_a_plan(tmp_path):
-    model = decoder()
-    expected = model(PROMPT).logits.detach()
-    device_map = cpu_and_disk(model).device_map
-    dispatched = accelerate.dispatch_model(decoder(), device_map, main_device="cpu", offload_dir=tmp_path)
-    with torch.no_grad():
-        assert torch.equal(dispatched(PROMPT).logits, expected)
-
-
 def test_a_map_of_accelerate_is_applied():
     model = decoder()
     expected = model(PROMPT).logits.detach()
@@ -65,13 +56,6 @@ def test_a_map_of_accelerate_is_applied():
         autoshard.apply(model, {path: names[device] for path, device in theirs.items()})
         assert torch.equal(model(PROMPT).logits.cpu(), expected)
         autoshard.remove(model)
-
-
-def test_empty_weights_are_planned():
-    with accelerate.init_empty_weights():
-        model = decoder()
-    plan = autoshard.plan(model, "2x500KiB", inputs={"input_ids": PROMPT}, strategy="balanced")
-    assert set(plan.device_map.values()) == {"cuda:0", "cuda:1"}
 
 
 def rows():

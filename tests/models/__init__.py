@@ -16,7 +16,7 @@ DEFAULT = {
     *("value-branch", "counted-loop", "routed-experts", "generator-child", "dataclass-output", "mutated-dict"),
     *("looped", "direct-forward", "bare-parameters", "running-buffers-train", "three-way-tie"),
     *("checkpointed-reentrant", "adds-to-argument", "cached-tables", "parametrized", "custom-function", "unet"),
-    "encoder-norm-first-train",
+    *("encoder-norm-first-train", "reads-devices"),
 }
 """What the default tests look at where they look at architectures; the nightly ones (-m slow) look at all."""
 

@@ -18,7 +18,6 @@ class Case:
         build: makes the model; call `model()` instead, which also seeds and energises it.
         inputs: (batch size, length) -> keyword arguments of the forward.
         train_mode: the model is used in train mode even for the plain forward.
-        trains: its output depends differentiably on its parameters.
         shapes: the (batch size, length) pairs it accepts; the first one is planned for.
         refused: it can't be captured; a line of its forward that the refusal must point at.
         generates: has `generate()`; `layers` names the container whose elements are cut apart then.
@@ -28,7 +27,6 @@ class Case:
     build: Callable[[], nn.Module]
     inputs: Callable[[int, int], dict[str, Any]]
     train_mode: bool = False
-    trains: bool = True
     shapes: tuple[tuple[int, int], ...] = ((2, 6),)
     refused: str = ""
     generates: bool = False

@@ -78,18 +78,6 @@ class RoutedExperts(nn.Module):
         return out.reshape(x.shape)
 
 
-class Nested(nn.Module):
-    """Returns tensors in dicts in lists in tuples, with None and numbers between them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, x):
-        h = self.a(x)
-        return {"hidden": [h, (self.b(h), None)], "count": 3, "none": None, "deep": {"x": {"y": h.mean()}}}
-
-
 class Inner(nn.Module):
     """A child whose forward is a generator."""
 
@@ -128,9 +116,10 @@ class GeneratorRoot(nn.Module):
 
 @dataclass
 class Result:
-    hidden: torch.Tensor
+    hidden: list[Any]
     logits: torch.Tensor | None = None
     name: str = ""
+    more: dict[str, Any] | None = None
 
 
 class Pair(NamedTuple):
@@ -139,7 +128,7 @@ class Pair(NamedTuple):
 
 
 class DataclassOutputs(nn.Module):
-    """Passes a named tuple between children and returns a dataclass."""
+    """Passes a named tuple between children; returns a dataclass of dicts in lists in tuples, None and numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +136,8 @@ class DataclassOutputs(nn.Module):
 
     def forward(self, x):
         pair = Pair(self.a(x), right=self.b(x))
-        return Result(hidden=self.join(pair), logits=pair.left, name="done")
+        h = self.join(pair)
+        return Result([h, (pair.right, None)], logits=pair.left, name="done", more={"count": 3, "x": {"y": h.mean()}})
 
 
 class Join(nn.Module):
@@ -165,18 +155,16 @@ class Mode(enum.Enum):
 
 
 class OddArguments(nn.Module):
-    """Non-tensor arguments of every kind, between its children too."""
+    """Arguments of every kind, between its children too: dicts and lists of tensors, numbers, names, an enum."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(OddLayer() for _ in range(3))
 
-    def forward(
-        self, x, scale: float = 2.0, *, mode: Mode = Mode.ADD, name: str | None = None, extra: dict | None = None
-    ):
+    def forward(self, batch: dict, scales: list, *, mode: Mode = Mode.ADD, name: str | None = None):
         for index, layer in enumerate(self.layers):
-            x = layer(x, index, flag=name is None, mode=mode, scale=scale, extra=extra)
-        return x
+            batch = dict(batch, x=layer(batch, index, flag=name is None, mode=mode, scales=scales))
+        return batch["x"]
 
 
 class OddLayer(nn.Module):
@@ -184,25 +172,27 @@ class OddLayer(nn.Module):
         super().__init__()
         self.fc, self.cat = nn.Linear(D, D), nn.Linear(2 * D, D)
 
-    def forward(self, x, index: int, *, flag: bool, mode: Mode, scale: float, extra: dict | None):
-        h = self.fc(x) * scale + index
-        if extra is not None:
-            h = h + extra["bias"]
+    def forward(self, batch: dict, index: int, *, flag: bool, mode: Mode, scales: list):
+        x, h = batch["x"], self.fc(batch["x"]) * batch["mask"]["rows"][..., None] * scales[0] ** index + scales[1]
         return x + h if mode is Mode.ADD and flag else self.cat(torch.cat([x, h], dim=-1))
 
 
 class MutatedDict(nn.Module):
-    """A dict is filled by one layer and read by the next ones; the caller reads it in the end."""
+    """A dict and a list in it are filled by one layer and read by the next ones; the caller reads them in the end."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(DictLayer() for _ in range(4))
 
     def forward(self, x):
-        state: dict[Any, Any] = OrderedDict(x=x)
+        state: dict[Any, Any] = OrderedDict(x=x, all=[x])
         for index, layer in enumerate(self.layers):
             layer(state, index)
-        return state["x"], state["seen"], sum(state[key].sum() for key in state if isinstance(key, int))
+        return (
+            torch.cat(state["all"], -1),
+            state["seen"],
+            sum(state[key].sum() for key in state if isinstance(key, int)),
+        )
 
 
 class DictLayer(nn.Module):
@@ -213,30 +203,8 @@ class DictLayer(nn.Module):
     def forward(self, state: dict, index: int) -> None:
         state[index] = state["x"]
         state["x"] = torch.relu(self.fc(state["x"])) + state.get(index - 2, 0)
-        state["seen"] = state.get("seen", 0) + state["x"].mean()
-
-
-class GrowingList(nn.Module):
-    """Every layer reads the list of all earlier outputs and appends to it (dense connections)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ListLayer((index + 1) * D) for index in range(4))
-
-    def forward(self, x):
-        features = [x]
-        for layer in self.layers:
-            layer(features)
-        return torch.cat(features, dim=-1)
-
-
-class ListLayer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.fc = nn.LayerNorm(width), nn.Linear(width, D)
-
-    def forward(self, features: list) -> None:
-        features.append(torch.relu(self.fc(self.norm(torch.cat(features, dim=-1)))))
+        state["seen"] = state.get("seen", 0) + torch.cat(state["all"], dim=-1).mean()
+        state["all"].append(state["x"])
 
 
 class Looped(nn.Module):
@@ -282,52 +250,24 @@ class Codec(nn.Module):
         return self.decode(self.encode(x))
 
 
-class DictInputs(nn.Module):
-    """Takes a dict of tensors, a list of tensors and a number; hands them on whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = DictReader(), DictReader()
-
-    def forward(self, batch: dict, scales: list, power: int):
-        return self.second(dict(batch, x=self.first(batch, scales, power)), scales, power)
-
-
-class DictReader(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.gate = nn.Linear(D, D), nn.Linear(D, D)
-
-    def forward(self, batch: dict, scales: list, power: int):
-        h = self.fc(batch["x"]) * batch["mask"]["rows"][..., None] * scales[0] ** power
-        return h + torch.sigmoid(self.gate(batch["x"])) * scales[1]
-
-
 def _counted(batch: int, length: int) -> dict[str, Any]:
     return {**tokens(batch, length), "lengths": torch.arange(1, batch + 1)}
 
 
 def _odd(batch: int, length: int) -> dict[str, Any]:
-    return {**rows(batch, length), "scale": 0.5, "name": None, "extra": {"bias": torch.randn(D)}}
-
-
-def _batch(batch: int, length: int) -> dict[str, Any]:
     mask = {"rows": (torch.arange(length) % 2).float().expand(batch, length)}
-    return {"batch": {**rows(batch, length), "mask": mask}, "scales": [torch.tensor(0.7), torch.randn(D)], "power": 2}
+    return {"batch": {**rows(batch, length), "mask": mask}, "scales": [torch.tensor(0.7), torch.randn(D)], "name": None}
 
 
 FLOW_CASES = [
     Case(name="value-branch", build=ValueBranch, inputs=rows, shapes=SHAPES),
     Case(name="counted-loop", build=CountedLoop, inputs=_counted, shapes=SHAPES),
     Case(name="routed-experts", build=RoutedExperts, inputs=rows, shapes=SHAPES),
-    Case(name="nested-output", build=Nested, inputs=rows, shapes=SHAPES),
     Case(name="generator-child", build=GeneratorChild, inputs=rows, shapes=SHAPES),
     Case(name="generator-root", build=GeneratorRoot, inputs=rows, shapes=SHAPES, refused="return (self.out(piece)"),
     Case(name="dataclass-output", build=DataclassOutputs, inputs=rows, shapes=SHAPES),
     Case(name="odd-arguments", build=OddArguments, inputs=_odd, shapes=SHAPES),
     Case(name="mutated-dict", build=MutatedDict, inputs=rows, shapes=SHAPES),
-    Case(name="growing-list", build=GrowingList, inputs=rows, shapes=SHAPES),
     Case(name="looped", build=Looped, inputs=rows, shapes=SHAPES),
     Case(name="direct-forward", build=DirectForward, inputs=rows, shapes=SHAPES),
-    Case(name="dict-inputs", build=DictInputs, inputs=_batch, shapes=SHAPES),
 ]

@@ -35,15 +35,6 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
-class Pictures(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Linear(8, 5)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
-
-
 class Queries(nn.Module):
     """Learned queries, the same for every row, which look at it."""
 
@@ -74,10 +65,6 @@ def decoder(rows):
     return {"ids": torch.randint(0, 50, (rows, 6)), "labels": torch.randint(0, 50, (rows, 6))}
 
 
-def pictures(rows):
-    return {"x": torch.randn(rows, 3, 10, 10)}
-
-
 def sequences(rows):
     return {"x": torch.randn(rows, 3, 10)}
 
@@ -92,9 +79,7 @@ def figures(profile):
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
-@pytest.mark.parametrize(
-    "kind, make", [(Decoder, decoder), (Pictures, pictures), (Queries, sequences), (Relative, sequences)]
-)
+@pytest.mark.parametrize("kind, make", [(Decoder, decoder), (Queries, sequences), (Relative, sequences)])
 def test_a_part_costs_what_a_run_with_as_many_rows_costs(kind, make, mode):
     model, workload = kind(), Workload(mode=mode)
     batch = BatchAxis(
@@ -116,9 +101,3 @@ def test_a_gradient_as_large_as_a_weight_is_divided():
     part = figures(part_of_batch(autoshard.profile(model, torch.randn(16, 2, 32), workload=workload), batch, 2))
     own = figures(autoshard.profile(model, torch.randn(2, 2, 32), workload=workload))
     assert part.peak_bytes == own.peak_bytes
-
-
-def test_the_whole_batch_is_the_profile_itself():
-    profile = autoshard.profile(Pictures(), pictures(8))
-    batch = BatchAxis(size=8, inputs=(BatchInput(path="x", dim=0, axis="*8"),), outputs=())
-    assert part_of_batch(profile, batch, 8) is profile

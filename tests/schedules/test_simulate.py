@@ -73,26 +73,6 @@ def test_equals_the_longest_path_on_random_cases(begin):
             assert ran.end == pytest.approx(expected[ran.action], abs=1e-9), (seed, ran)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4, 7])
-@pytest.mark.parametrize("microbatches", [1, 3, 8])
-def test_equal_stages_of_gpipe_wait_as_the_formula_says(devices, microbatches):
-    times = Times(forward=[1.0] * devices, backward=[2.0] * devices, sends=[0.0] * devices, returns=[0.0] * devices)
-    found = simulate(make_order("gpipe", devices, microbatches), times)
-    assert found.bubble == pytest.approx((devices - 1) / (microbatches + devices - 1), abs=1e-12)
-
-
-def test_unequal_stages_of_gpipe_take_the_closed_form():
-    draw = random.Random(1)
-    for _ in range(50):
-        devices, microbatches = draw.randint(1, 6), draw.randint(1, 8)
-        forward, backward = ([draw.uniform(1, 3) for _ in range(devices)] for _ in range(2))
-        sends, returns = ([draw.uniform(0, 1) for _ in range(devices - 1)] for _ in range(2))
-        times = Times(forward=forward, backward=backward, sends=sends, returns=returns)
-        once = sum(forward) + sum(backward) + sum(sends) + sum(returns)
-        expected = once + (microbatches - 1) * (max(forward) + max(backward))
-        assert simulate(make_order("gpipe", devices, microbatches), times).seconds == pytest.approx(expected, rel=1e-12)
-
-
 def test_interleaving_makes_the_bubble_smaller_and_zero_bubble_smaller_than_1f1b():
     devices, microbatches = 4, 8
     one = Times(forward=[2.0] * 4, backward=[4.0] * 4, weight=[2.0] * 4, sends=[0.0] * 3, returns=[0.0] * 3)

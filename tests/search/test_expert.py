@@ -22,6 +22,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "70B": dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672),
     "405B": dict(hidden_size=16384, num_hidden_layers=126, num_attention_heads=128, intermediate_size=53248),
 }
+TRAINING = {"sequence_length": 8192, "mode": "training"}
+ANSWER = {"batch_size": 1, "sequence_length": 512, "new_tokens": 256}
 
 
 @functools.cache
@@ -43,20 +45,11 @@ def chosen(size: str, devices: str, **workload: Any) -> Chosen | None:
     )  # fmt: skip
 
 
-def train(size: str, devices: str, batch: int, tokens: int = 8192) -> Chosen:
-    found = chosen(size, devices, batch_size=batch, sequence_length=tokens, mode="training")
-    assert found is not None
-    return found
-
-
-def answer(size: str, devices: str, batch: int = 1, new_tokens: int = 256) -> Chosen:
-    found = chosen(size, devices, batch_size=batch, sequence_length=512, new_tokens=new_tokens)
-    assert found is not None
-    return found
-
-
-def per_device(found: Chosen) -> float:
-    return found.estimate.tokens_per_second / len(found.plan.devices)
+def trained(size: str, devices: str, batch: int) -> tuple[Chosen, Mesh, float]:
+    """What is chosen, its mesh, and tokens per second and device."""
+    found = chosen(size, devices, batch_size=batch, **TRAINING)
+    assert found is not None and found.plan.mesh is not None
+    return found, found.plan.mesh, found.estimate.tokens_per_second / len(found.plan.devices)
 
 
 def test_training_8b_on_8_h100_is_fsdp():
@@ -64,17 +57,14 @@ def test_training_8b_on_8_h100_is_fsdp():
 
     Recomputing as few layers as memory asks for is faster; half of the peak's model FLOPs are more than anybody has.
     """
-    found = train("8B", "8xH100-80GB", 16)
-    assert found.plan.mesh == Mesh(fsdp=8)
-    assert found.plan.recompute == "selective" and 0 < found.plan.kept_layers < 32
-    assert 5605 < per_device(found) < 0.5 * 989e12 / (6 * 8.03e9 + 6 * 32 * 4096 * 8192)
+    found, mesh, per_device = trained("8B", "8xH100-80GB", 16)
+    assert mesh == Mesh(fsdp=8) and found.plan.recompute == "selective" and 0 < found.plan.kept_layers < 32
+    assert 5605 < per_device < 0.5 * 989e12 / (6 * 8.03e9 + 6 * 32 * 4096 * 8192)
 
 
 def test_training_70b_on_64_h100_shards_parameters():
-    found = train("70B", "64xH100-80GB", 64)
-    mesh = found.plan.mesh
-    assert mesh is not None and mesh.fsdp > 1 and (1 < mesh.tp <= 8 or mesh.pp > 1)
-    assert 500 < per_device(found) < 1000
+    _, mesh, per_device = trained("70B", "64xH100-80GB", 64)
+    assert mesh.fsdp > 1 and (1 < mesh.tp <= 8 or mesh.pp > 1) and 500 < per_device < 1000
 
 
 def test_training_405b_on_512_h100_uses_all_three():
@@ -83,39 +73,34 @@ def test_training_405b_on_512_h100_uses_all_three():
     380 model TFLOP/s are 150 tokens/s per GPU at 8,192 tokens: 6 FLOPs per parameter, and 0.1e12 of attention.
     torchtitan's 100 to 128 tokens/s are of cards of 500 W, in fp8.
     """
-    found = train("405B", "512xH100-80GB", 256)
-    mesh = found.plan.mesh
-    assert mesh is not None and mesh.fsdp > 1 and mesh.pp > 1 and 1 < mesh.tp <= 8
-    assert per_device(found) == pytest.approx(380e12 / (6 * 405.9e9 + 6 * 126 * 16384 * 8192), rel=0.3)
+    _, mesh, per_device = trained("405B", "512xH100-80GB", 256)
+    assert mesh.fsdp > 1 and mesh.pp > 1 and 1 < mesh.tp <= 8
+    assert per_device == pytest.approx(380e12 / (6 * 405.9e9 + 6 * 126 * 16384 * 8192), rel=0.3)
 
 
-def test_answers_of_70b_on_8_h100_are_tensor_parallel():
-    assert answer("70B", "8xH100-80GB").plan.mesh == Mesh(tp=8)
+@pytest.mark.parametrize(
+    ("size", "devices", "workload", "mesh"),
+    [
+        ("70B", "8xH100-80GB", ANSWER, Mesh(tp=8)),
+        ("405B", "16xH100-80GB", ANSWER, Mesh(tp=8, pp=2)),  # tensor parallel within hosts; nothing fits without stages
+        ("8B", "2xH100-80GB", ANSWER, Mesh()),
+        ("70B", "2 hosts of 1xH100-80GB", ANSWER, Mesh(tp=2)),
+        ("8B", "8xH100-80GB", {"batch_size": 64, "sequence_length": 512}, Mesh(dp=8)),
+    ],
+)
+def test_meshes_of_answers_and_forwards(size, devices, workload, mesh):
+    found = chosen(size, devices, **workload)
+    assert found is not None and found.plan.mesh == mesh
+    assert found.plan.launch == ("one-process" if mesh == Mesh() else "processes")
+    assert any("generate() in no stages" in reason for reason in found.plan.reasons) == (mesh.pp > 1)
 
 
-def test_answers_of_405b_on_16_h100_are_tensor_parallel_within_hosts():
-    """With 8 heads of keys and values nothing without stages fits, and the plan says that generate() runs in none."""
-    plan = answer("405B", "16xH100-80GB").plan
-    assert plan.mesh == Mesh(tp=8, pp=2) and any("generate() in no stages" in reason for reason in plan.reasons)
-
-
-def test_8b_on_one_of_two_cards():
-    found = answer("8B", "2xH100-80GB")
-    assert found.plan.mesh == Mesh() and found.plan.launch == "one-process"
-    assert chosen("8B", "2xH100-80GB", batch_size=1, sequence_length=512) is None  # one process is planned
-
-
-def test_64_samples_of_8b_on_8_cards_are_8_replicas():
-    found = chosen("8B", "8xH100-80GB", batch_size=64, sequence_length=512)
-    assert found is not None and found.plan.mesh == Mesh(dp=8)
+def test_one_forward_on_two_cards_is_planned_for_one_process():
+    assert chosen("8B", "2xH100-80GB", batch_size=1, sequence_length=512) is None
 
 
 def test_a_mixture_on_8_cards_uses_all_of_them():
     for batch in (1, 32):
-        mesh = answer("8x7B", "8xH100-80GB", batch).plan.mesh
-        assert mesh is not None and mesh.size == 8 and max(mesh.tp, mesh.ep) > 1
-
-
-def test_two_hosts_are_never_one_process():
-    found = answer("70B", "2 hosts of 1xH100-80GB")
-    assert found.plan.launch == "processes" and found.plan.mesh == Mesh(tp=2)
+        found = chosen("8x7B", "8xH100-80GB", **{**ANSWER, "batch_size": batch})
+        assert found is not None and found.plan.mesh is not None
+        assert found.plan.mesh.size == 8 and max(found.plan.mesh.tp, found.plan.mesh.ep) > 1

@@ -30,21 +30,6 @@ def test_finds_the_last_that_fits(full, power):
     assert len(found.trials) <= 25 and (full + 1, None) in found.trials and found.stopped_by
 
 
-def test_few_trials_on_a_line():
-    assert len(largest(curve(4321)).trials) <= 7
-
-
-def test_jumps_and_plateaus():
-    """More devices are taken where one is full: the load falls."""
-
-    def make(size):
-        if size > 777:
-            raise PlanError("too much")
-        return size, (size / 100) % 1
-
-    assert largest(make, start=3).size == 777
-
-
 def test_multiples():
     found = largest(curve(1000), step=48)
     assert found.size == 960 and all(size % 48 == 0 for size, _ in found.trials)

@@ -13,8 +13,7 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
-from autoshard.search.best import AS_GOOD, _simplicity, search
-from autoshard.search.candidates import device_counts
+from autoshard.search.best import AS_GOOD, search
 from autoshard.search.choose import Wishes, choose
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Fixed, parse_mesh
@@ -35,7 +34,7 @@ def test_the_best_is_the_least_of_all_that_fit():
     assert [one.seconds for one in found.ranking] == sorted(one.seconds for one in found.ranking)
 
 
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([512, 2048]), st.integers(1, 64))
 def test_more_devices_or_memory_never_make_it_worse(devices, width, samples):
     """AS_GOOD trades some seconds for a simpler mesh, so bests are compared before that."""
@@ -118,19 +117,6 @@ def test_the_estimate_of_a_plan_is_that_of_the_search():
             assert sum(getattr(device, f"{kind}_bytes") for kind in kinds) == device.peak_bytes
 
 
-@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"tp": 8}, {"pp": 8}, {"fsdp": 2, "tp": 2, "pp": 2}])
-def test_a_step_is_compute_waits_bubble_and_optimizer(mesh):
-    """Collectives within layers are waited for as well: a tensor-parallel step waits longer than a stage's."""
-    found = search(task_on("8xA100-40GB", given=Fixed(mesh=mesh))).best
-    assert found is not None
-    step = found.figures
-    waited = step.exposed_seconds
-    assert (waited > 0.05 * step.seconds) == ("tp" in mesh), waited / step.seconds
-    parts = step.compute_seconds + waited + step.optimizer_seconds
-    assert parts <= step.seconds * (1 + 1e-9)
-    assert parts >= step.seconds * (1 - step.bubble) * (1 - 1e-9)
-
-
 def test_stages_hold_every_tensor_once_and_end_with_the_head():
     work = traced()
     plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(given=Fixed(mesh={"pp": 4}, micro_batch=4)))
@@ -140,19 +126,6 @@ def test_stages_hold_every_tensor_once_and_end_with_the_head():
     names = {name for name, _ in work.model.named_parameters()}
     held = [name for name in names for path in paths if name == path or name.startswith(f"{path}.")]
     assert sorted(held) == sorted(names)
-
-
-def test_sharded_replicas_gather_layers():
-    plan, _, _ = plan_processes(traced(), parse_devices("8xA100-40GB"), Asked(given=Fixed(mesh={"fsdp": 8})))
-    assert [stage.paths for stage in plan.stages] == [(f"layers.{i}",) for i in range(8)]
-
-
-@pytest.mark.parametrize(
-    ("devices", "per_host", "some"), [(6, 8, {6, 5, 4, 3, 2, 1}), (512, 8, {512, 256, 64, 8, 4, 1})]
-)
-def test_device_counts(devices, per_host, some):
-    counts = device_counts(devices, per_host)
-    assert some <= set(counts) and max(counts) == devices and len(counts) < 30
 
 
 def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
@@ -170,30 +143,12 @@ def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
         autoshard.apply(model, plan)
 
 
-def test_causes_of_a_token_sum_to_its_seconds():
-    """With stages, too, through all of which a token passes."""
-    for mesh in ({"tp": 8}, {"pp": 8}, {"tp": 2, "pp": 4}):
-        work = traced(training=False, new_tokens=64)
-        _, found, _ = plan_processes(work, parse_devices("8xA100-40GB"), Asked(given=Fixed(mesh=mesh)))
-        assert found.best is not None
-        figures = found.best.figures
-        assert sum(figures.parts.values()) == pytest.approx(figures.token_seconds)
-
-
 def test_what_no_devices_have_room_for_is_refused_with_what_processes_lack():
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
     devices = parse_devices("2xH100-80GB")
     tight = devices.with_memory({device.name: 700 << 10 for device in devices.devices})
     with pytest.raises(PlanError, match="no recipe fits: the closest"):
         autoshard.plan(model, tight, inputs=torch.ones(2, 256))
-
-
-def test_of_recipes_that_are_as_good_whole_replicas_are_simpler():
-    ranking = {tuple(one.recipe.mesh.items()): one for one in search(task_on("8xA100-40GB")).ranking}
-    whole, sharded = (
-        next(one for one in ranking.values() if one.recipe.mesh[axis] == 8) for axis in ("dp", "fsdp")
-    )  # fmt: skip
-    assert _simplicity(whole) < _simplicity(sharded) and sharded.seconds < whole.seconds
 
 
 def test_of_unequal_devices_the_fastest_share_the_model():

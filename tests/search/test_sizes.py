@@ -21,7 +21,6 @@ CASES = {
     "placed": ("2x2MiB", "balanced"),
     "stages": ("2xT4", "pipeline"),
     "replicas": ("2xT4", "data-parallel"),
-    "ranks": ("2xT4", "column-parallel"),
     "offload": ("cuda:0=400KiB,cpu=1GiB", "balanced"),
 }
 
@@ -44,14 +43,14 @@ def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     own = next(cell for cell in cells if cell.own)
     here = [cell for cell in cells if not cell.card]
     assert len(here) > 6
-    for cell in (own, here[1], here[3], here[-1]):
+    for cell in (own, here[-1]):
         said = json.loads(run("estimate", file, "--batch", cell.batch, "--seq", cell.tokens, "--json"))["estimate"]
         assert cell.seconds == pytest.approx(said["latency_seconds"])
         assert cell.tokens_per_second == pytest.approx(cell.batch * cell.tokens / said["latency_seconds"])
         assert cell.full == pytest.approx(max(row["peak_bytes"] / row["memory_bytes"] for row in said["devices"]))
     others = [cell for cell in cells if cell.card and cell.mesh]
     assert bool(others) == (strategy == "balanced")
-    for cell in others[:4] if case == "placed" else ():
+    for cell in others[:2] if case == "placed" else ():
         devices = f"{cell.devices}x{cell.card}".replace(" ", "")
         asked = (net, "-d", devices, "--strategy", strategy, "--batch", 8, "--seq", 16, "--json")
         said = json.loads(run("plan", *asked))["estimate"]

@@ -11,13 +11,11 @@ from torch import nn
 import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import parse_devices
-from autoshard.common.sizes import format_seconds
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.answer import op_counts, prompt_and_token
-from autoshard.profile.experts import hit_part
 from autoshard.profile.profile import Profile
 from autoshard.report.document import estimate_data
 from autoshard.strategies import make_plan
@@ -76,11 +74,6 @@ def test_a_token_reads_the_experts_that_are_hit(batch: int) -> None:
     assert read_by_experts(profile, "decode") == pytest.approx(expected, rel=0.02)  # with what they compute
 
 
-def test_a_prompt_reads_nearly_all_experts(profile: Profile) -> None:
-    expected = LAYERS * EXPERT_BYTES * hit_part(CHOSEN / EXPERTS, 32)
-    assert 0.5 * LAYERS * EXPERT_BYTES < expected < read_by_experts(profile, "forward") < 1.1 * expected
-
-
 def test_an_answer_is_its_prompt_and_a_token_for_each_but_the_first(profile: Profile) -> None:
     halves = prompt_and_token(profile)
     assert halves is not None
@@ -101,21 +94,6 @@ def test_an_answer_is_its_prompt_and_a_token_for_each_but_the_first(profile: Pro
         assert written[name] == pytest.approx(getattr(figures, name))
 
 
-def test_one_new_token_is_the_prompt_alone() -> None:
-    profile, cluster = profiled(mixture(), new_tokens=1), parse_devices("1xRTX4090")
-    figures = autoshard.estimate(make_plan(profile, cluster), profile, cluster)
-    assert figures.latency_seconds == figures.prompt_seconds > 0
-    assert figures.token_seconds == 0
-
-
-def test_more_tokens_take_longer_by_what_a_token_takes() -> None:
-    model, cluster = mixture(), parse_devices("1xRTX4090")
-    profiles = [profiled(model, new_tokens=count) for count in (16, 64)]
-    few, many = (autoshard.estimate(make_plan(one, cluster), one, cluster) for one in profiles)
-    more = many.latency_seconds - few.latency_seconds
-    assert more == pytest.approx(48 * many.token_seconds, rel=0.05)  # the cache is a little shorter
-
-
 def device_of(plan: Plan, path: str) -> str:
     while path not in plan.placements:
         path = path.rpartition(".")[0]
@@ -133,39 +111,6 @@ def test_experts_go_to_the_cpu_and_attention_does_not(profile: Profile) -> None:
         assert device_of(plan, f"model.layers.{i}.self_attn.q_proj").startswith("cuda")
         assert device_of(plan, f"model.layers.{i}.mlp.gate").startswith("cuda")
     assert any("read least for the room they take" in reason for reason in plan.reasons)
-
-
-def test_cold_parts_are_faster_than_whole_layers_on_the_cpu(profile: Profile) -> None:
-    cluster = home(profile, 0.7)
-    cold = autoshard.estimate(make_plan(profile, cluster), profile, cluster)
-    whole = autoshard.estimate(make_plan(profile, cluster, strategy="balanced"), profile, cluster)
-    assert cold.latency_seconds < whole.latency_seconds
-
-
-def test_what_has_room_is_not_moved(profile: Profile) -> None:
-    plan = make_plan(profile, home(profile, 1.6))
-    assert "cpu" not in plan.placements.values()
-
-
-@pytest.mark.slow
-def test_the_hint_is_the_figure_of_the_plan_with_fewer_bits() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=8192, intermediate_size=114688, num_hidden_layers=6, num_attention_heads=64, num_key_value_heads=8,
-        vocab_size=32000, max_position_embeddings=4096,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    workload = Workload(batch_size=1, sequence_length=64, new_tokens=32)
-    plan = autoshard.plan(model, "1xRTX4090,cpu=128GiB", workload=workload)
-    hints = [reason for reason in plan.reasons if "--dtype" in reason]
-    assert len(hints) == 1 and "8-bit" in hints[0] and "--dtype int8" in hints[0]
-    small = autoshard.plan(model, "1xRTX4090", workload=workload, launch="processes", dtype="int8")
-    profile = autoshard.profile(model, workload=workload)
-    seconds = autoshard.estimate(small, profile).latency_seconds
-    assert format_seconds(seconds) in hints[0]
-    more = autoshard.plan(model, "2x80GiB,cpu=128GiB", workload=workload)
-    assert not any("--dtype" in reason for reason in more.reasons)
 
 
 HOSTS = "2 hosts of 1xRTX4090"

@@ -10,17 +10,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoshard
-from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked, find_groups
+from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked
 from autoshard.axes.regions import Region
-from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Link
-from autoshard.common.sizes import format_seconds
-from autoshard.engine.cuts import estimate_cuts
-from autoshard.engine.pricer import Pricer
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.plan.sharding import Action, Cut, Refusal, Shard, even_shares
+from autoshard.plan.sharding import Action, Cut, Refusal, Shard
 from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.strategies.cut_choice import Option, choose
@@ -140,16 +136,6 @@ def test_shares_are_the_best_there_are(given_):
     assert last(found) <= min(map(last, ways)) * 1.02 * (1 + 1e-9)
 
 
-def test_shares_by_hand():
-    assert divide(25, [1.0, 1.0]) == (13, 12) == even_shares(25, 2)
-    assert divide(32, [1.0, 3.0]) == (24, 8)
-    assert divide(32, [1.0, 1.01]) == (16, 16)  # almost equal is equal
-    assert divide(32, [1.0, 1.0], [8, 32]) == (8, 24)
-    assert divide(50257, [1.0, 1.0, 1.0]) == (16753, 16752, 16752)
-    assert divide(2, [1.0, 1.0, 1.0]) is None and divide(4, [1.0, 1.0], [1, 2]) is None
-    assert divide(4, [0.0, 0.0]) == (2, 2)
-
-
 # ---- the choice
 
 
@@ -228,21 +214,6 @@ def test_one_device_where_links_are_slow(profile):
         assert len(asked.cuts) == 2 and len(asked.devices) == 4 and "slower than" in asked.reasons[0]
 
 
-def test_fewer_devices_where_more_cost_too_much(profile):
-    posed = cluster(*(device(f"d:{i}", host=f"h{i // 2}") for i in range(4)))
-    links = tuple(
-        link if posed.device(link.source).host == posed.device(link.destination).host
-        else replace(link, latency_seconds=1e-2) for link in posed.links
-    )  # fmt: skip
-    plan = column_parallel(profile, replace(posed, links=links), net_groups(), prove)
-    assert [d.name for d in plan.devices] == ["d:0", "d:1"]
-
-
-def test_memory_cuts_all_however_large_the_devices(profile):
-    plan = column_parallel(profile, alike(2, memory=10**13, latency=1e-2), net_groups(), prove, objective="memory")
-    assert len(plan.cuts) == 2 and "less memory was asked for" in plan.reasons[0]
-
-
 def test_what_is_refused_stays_whole_with_its_reason(profile):
     asked = []
 
@@ -287,31 +258,6 @@ def test_a_degree_that_nothing_allows(profile):
     assert column_parallel(profile, alike(2), replace(found, groups=()), prove).cuts == ()
 
 
-def test_single_modules_are_cut_only_where_no_block_cuts_them(profile):
-    """Cutting `up` alone would save a little more (its bias too), and costs gathers."""
-    found = net_groups()
-    paths = tuple(f"blocks.{i}.up" for i in range(4))
-    inner, head = found.groups
-    alone = group(2, size=1024, nbytes=inner.nbytes + 10**5, blocks=paths, names=("weight",), gathered=8)
-    table = group(3, size=512, nbytes=10**5, blocks=("embed",), names=("weight",), gathered=8)
-    found = replace(found, groups=(inner, head, alone, table))
-    plan = column_parallel(profile, alike(2), found, prove, objective="memory")
-    assert [cut.blocks[0] for cut in plan.cuts] == ["blocks.0", "", "embed"]
-
-    def not_inside(groups, shares):
-        return [Refusal(reason="no") if g.index == 0 else c for g, c in zip(groups, prove(groups, shares), strict=True)]
-
-    plan = column_parallel(profile, alike(2), found, not_inside, objective="memory")
-    assert [cut.blocks[0] for cut in plan.cuts] == ["", "blocks.0.up", "embed"]
-
-
-def test_what_enters_a_block_is_gathered_before_the_modules_in_it_are_cut():
-    groups = find_groups(capture(Net(depth=2), torch.arange(4).reshape(1, 4), composite=True)).groups
-    tables = {group.index for group in groups if any(shard.name == "embed.weight" for shard in group.shards)}
-    inside = [group for group in groups if group.blocks == ("blocks.0.up", "blocks.1.up")]
-    assert tables and inside and all(tables.isdisjoint(group.conflicts) for group in inside)
-
-
 def test_what_no_run_uses_stays_whole_and_the_plan_says_so():
     model = Net(depth=2)
     model.spare = nn.Linear(WIDTH, WIDTH)
@@ -336,32 +282,3 @@ def test_groups_of_two_analyses_never_cut_one_parameter_twice(profile):
     leaf = group(1, names=("weight",), blocks=("embed",), nbytes=10**5)
     found = AxisGroups(groups=(whole, leaf), blocked=(), regions=())
     assert len(column_parallel(profile, alike(2), found, prove, objective="memory").cuts) == 1
-
-
-def test_figures_are_those_of_the_estimate_and_activations_count_as_they_are():
-    """Most memory goes into activations that are cut: it fits though it would not if they counted whole."""
-    model, inputs = Net(depth=2).eval(), torch.zeros(8, 512, dtype=torch.long)
-    profile = autoshard.profile(model, inputs, workload=Workload())
-    found = find_groups(capture(model, inputs, composite=True))
-    plan = column_parallel(profile, alike(2), found, prove)
-    figures = estimate_cuts(plan, profile, alike(2))
-    assert plan.reasons[0].startswith(f"{format_seconds(figures.latency_seconds)} per pass over 2 devices")
-    peak = max(device.peak_bytes for device in figures.devices)
-    cut = sum(len(g.blocks) * g.nbytes for g in found.groups)
-    assert profile.peak_bytes - cut > peak + 10**6
-    tight = column_parallel(profile, alike(2, memory=peak + 10**5), found, prove)
-    assert len(tight.devices) == 2 and estimate_cuts(tight, profile, alike(2, memory=peak + 10**5)).fits
-
-
-class Dear(Pricer):
-    """Finds that cuts take ten times as long as they do."""
-
-    def __call__(self, plan):
-        found = super().__call__(plan)
-        return replace(found, latency_seconds=found.latency_seconds * 10) if plan.cuts else found
-
-
-def test_cuts_that_do_not_pay_by_exact_figures_are_left(profile):
-    """As where two groups make the same ops smaller, which counts twice when groups are chosen."""
-    plan = column_parallel(profile, alike(2), net_groups(), prove, price=Dear(profile, alike(2)))
-    assert plan.cuts == () and plan.reasons[0].startswith("one device is best")

@@ -11,7 +11,6 @@ import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.common.module_paths import is_below
 from autoshard.common.sizes import parse_bytes
-from autoshard.engine.streamed import STAGING_BYTES
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
@@ -121,23 +120,18 @@ def check(plan: Plan, profile: Profile) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "strategy"),
-    [*((request, "auto") for request in REQUESTS), (REQUESTS[0], "sequential"), (REQUESTS[-1], "balanced")],
+    ("request_", "strategy", "objective"),
+    [
+        *((request, "auto", "latency") for request in REQUESTS), (REQUESTS[0], "sequential", "latency"),
+        *((REQUESTS[-1], "balanced", objective) for objective in ("latency", "throughput", "memory")),
+    ],
     ids=str,
-)
-def test_plans_are_whole_and_fit(profile, request_, strategy) -> None:
-    plan = make_plan(profile, parse_devices(request_), strategy=strategy)
-    assert plan.streamed and plan.strategy == strategy
+)  # fmt: skip
+def test_plans_are_whole_and_fit(profile, request_, strategy, objective) -> None:
+    plan = make_plan(profile, parse_devices(request_), strategy=strategy, objective=objective)
+    assert plan.streamed and (plan.strategy, plan.objective) == (strategy, objective)
     check(plan, profile)
-    assert make_plan(profile, parse_devices(request_), strategy=strategy).to_json() == plan.to_json()
     assert any("kept elsewhere" in reason or "faster than computing" in reason for reason in plan.reasons)
-
-
-@pytest.mark.parametrize("objective", ["throughput", "memory"])
-def test_other_objectives(profile, objective) -> None:
-    plan = make_plan(profile, parse_devices(REQUESTS[-1]), objective=objective)
-    assert plan.streamed and plan.objective == objective
-    check(plan, profile)
 
 
 def test_nothing_is_streamed_where_all_fits(profile) -> None:
@@ -190,30 +184,6 @@ def test_weights_that_leave_or_change_stay() -> None:
     assert found == {"inner", "plain"}
 
 
-class Repeats(nn.Module):
-    """Runs its layers twice over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (*self.layers, *self.layers):
-            x = torch.relu(layer(x))
-        return x
-
-
-def test_a_module_called_twice_is_brought_twice() -> None:
-    with torch.device("meta"):
-        model = Repeats()
-    profile = autoshard.profile(model, torch.zeros(4, WIDTH))
-    spec = parse_devices({"cpu:0": "70KiB", "cpu": "64MiB"})
-    plan = make_plan(profile, spec)
-    check(plan, profile)
-    figures = autoshard.estimate(plan, profile, spec).streaming
-    assert figures is not None and figures.links[0].fetches == 2 * len(plan.streamed) > 0
-
-
 def test_memory_that_grows_never_makes_the_pass_slower(profile) -> None:
     seconds = []
     for kib in range(500, 2600, 300):
@@ -230,28 +200,6 @@ def test_who_computes_is_looked_for_again_in_finer_divisions(profile) -> None:
         spec = parse_devices({"cuda:0": "400KiB", "cuda:1": f"{kib}KiB", "cpu": "64MiB"})
         seconds.append(autoshard.estimate(make_plan(profile, spec), profile, spec).latency_seconds)
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
-
-
-def test_the_host_memory_that_a_disk_is_read_through_counts(profile) -> None:
-    spec = {"cuda:0": "700KiB", "cpu": "100MiB", "disk": "64MiB"}
-    plan = make_plan(profile, parse_devices({"cuda:0": "700KiB", "disk": "64MiB"}))
-    estimate = autoshard.estimate(plan, profile, spec)
-    assert [device.stored_bytes for device in estimate.devices][1] == STAGING_BYTES
-    assert not autoshard.estimate(plan, profile, {**spec, "cpu": "63MiB"}).fits
-
-
-def test_links_that_can_work_at_a_time_do() -> None:
-    """Two devices with a link each: what is streamed is dealt to both, in turns."""
-    with torch.device("meta"):
-        model = Model(depth=24)
-    profile = profile_of(model)
-    one = parse_devices({"cuda:0": "2MiB", "cpu": "64MiB"})
-    two = parse_devices({"cuda:0": "1MiB", "cuda:1": "1MiB", "cpu": "64MiB"})
-    slow, fast = (make_plan(profile, spec, pins=None) for spec in (one, two))
-    assert set(fast.placements[path] for path in fast.streamed) == {"cuda:0", "cuda:1"}
-    check(fast, profile)
-    figures = [autoshard.estimate(plan, profile, spec) for plan, spec in ((slow, one), (fast, two))]
-    assert figures[1].streaming is not None and len(figures[1].streaming.links) == 2
 
 
 def test_training_with_a_disk_is_refused() -> None:
@@ -287,25 +235,3 @@ def test_a_refusal_says_how_much_lacks_and_that_is_enough(profile, spec, grows) 
 def test_a_host_with_too_little_memory_to_read_the_disk_through_is_refused(profile) -> None:
     with pytest.raises(PlanError, match="of cpu, which has room for"):
         make_plan(profile, parse_devices({"cuda:0": "600KiB", "cpu": "450KiB", "disk": "64MiB"}))
-
-
-def test_what_generates_is_brought_for_the_prompt_and_for_each_token() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=128, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
-    workload = Workload(batch_size=1, sequence_length=8, new_tokens=8)
-    profile = autoshard.profile(model, workload=workload)
-    spec = parse_devices({"cpu:0": "700KiB", "cpu": "8MiB"})
-    plan = make_plan(profile, spec)
-    estimate = autoshard.estimate(plan, profile, spec)
-    assert plan.streamed and all(path.startswith("model.layers.") for path in plan.streamed)
-    assert estimate.streaming is not None
-    assert estimate.streaming.links[0].fetches == len(plan.streamed)  # of a token
-    answer = estimate.prompt_seconds + 7 * estimate.token_seconds
-    assert estimate.latency_seconds == pytest.approx(answer)
-    assert estimate.tokens_per_second == pytest.approx(8 / answer)
-    assert estimate.token_seconds >= estimate.streaming.bound_seconds * (1 - 1e-9)
