@@ -37,7 +37,7 @@ def test_optimizer_step_takes_what_is_said(name):
 @pytest.mark.parametrize("name", ["llama", "gemma2", "deepseek-v3", "mamba"])
 def test_cache_bytes_are_those_of_the_tensors_the_model_makes(name):
     """Of grouped heads, a sliding window, a latent cache, and states."""
-    from autoshard.capture.run import opaque_tensors
+    from autoshard.capture.decode import opaque_tensors
 
     model = by_name(name).build().eval()
     inputs = {"input_ids": torch.randint(3, 90, (2, 9)), "use_cache": True}
