@@ -145,20 +145,25 @@ def test_applying_again_is_removing_first():
     assert all(p.device == CPU for p in model.parameters())
 
 
-def test_failing_half_way_changes_nothing():
-    model = build("residual")
+@pytest.mark.parametrize("first", [{}, {"a": "cpu:0", "b": "cpu:2", "c": "cpu:0"}], ids=["unplaced", "placed"])
+def test_failing_half_way_changes_nothing(first):
+    """A plan that was there before stays."""
+    model, x = build("residual"), rows()
+    expected = model(x)
     model.a.weight.grad = torch.ones(D, D)
-    before = {name: (tensor, tensor.data_ptr(), tensor.clone()) for name, tensor in model.named_parameters()}
-    with autoshard.simulate({"cpu:0": "1MiB", "cpu:1": "64B"}) as devices:
+    with autoshard.simulate({"cpu:0": "1MiB", "cpu:1": "64B", "cpu:2": "1MiB"}) as devices:
+        if first:
+            apply_device_map(model, first)
+        before = {name: (tensor, tensor.device, tensor.data_ptr()) for name, tensor in model.named_parameters()}
         with pytest.raises(ApplyError, match=r"b\.weight.*cpu:1"):
             apply_device_map(model, {"a": "cpu:0", "b": "cpu:1", "c": "cpu:0"})
-        assert devices.memory("cpu:0")[0] == 0
-    assert not is_applied(model) and not is_hooked(model)
-    for name, tensor in model.named_parameters():
-        old, address, values = before[name]
-        assert tensor is old and type(tensor) is nn.Parameter and tensor.data_ptr() == address
-        assert torch.equal(tensor, values)
-    assert torch.equal(model.a.weight.grad, torch.ones(D, D))
+        assert is_applied(model) is bool(first) and is_hooked(model) is bool(first)
+        assert first or devices.memory("cpu:0")[0] == 0
+        for name, tensor in model.named_parameters():
+            old, device, address = before[name]
+            assert tensor is old and tensor.device == device
+            assert first or (type(tensor) is nn.Parameter and tensor.data_ptr() == address)
+        assert same(model(x), expected) and torch.equal(model.a.weight.grad.cpu(), torch.ones(D, D))
 
 
 def test_everything_within_autocast():
@@ -171,17 +176,6 @@ def test_everything_within_autocast():
             assert torch.equal(apply_device_map(model, device_map)(x), original(x))
         assert torch.equal(remove(model)(x), original(x))
     assert same(dict(model.state_dict()), dict(original.state_dict()))
-
-
-def test_failing_again_leaves_the_first_plan():
-    model, x = build("residual"), rows()
-    expected = model(x)
-    with autoshard.simulate({"cpu:0": "1MiB", "cpu:1": "64B", "cpu:2": "1MiB"}):
-        apply_device_map(model, {"a": "cpu:0", "b": "cpu:2", "c": "cpu:0"})
-        with pytest.raises(ApplyError):
-            apply_device_map(model, {"a": "cpu:0", "b": "cpu:1", "c": "cpu:0"})
-        assert is_applied(model) and model.b.weight.device == torch.device("cpu:2")
-        assert same(model(x), expected)
 
 
 def test_nothing_stays_where_apply_fails_after_the_move(monkeypatch):
@@ -202,15 +196,11 @@ def test_nothing_stays_where_apply_fails_after_the_move(monkeypatch):
     [
         ({"a": "cpu:0", "b": "cpu:1"}, PlanError, "c.weight"),
         ({"a": "cpu:0", "b": "cpu:1", "c": "cpu:0", "d": "cpu:0"}, PlanError, "'d'"),
-        ({"": "cpu:0", "a": "cpu:1"}, PlanError, "overlap"),
         ({"": "cuda:0"}, ApplyError, "cuda:0"),
         ({"": "cpu:7"}, ApplyError, "cpu:7"),
         ({"": "meta"}, ApplyError, "meta"),
         ({"": "disk"}, ApplyError, "has it in memory, not in a file. Save the model with autoshard.save"),
         ({"a": "disk", "b": "cpu:0", "c": "cpu:0"}, ApplyError, "keeps a.weight on disk"),
-        ({}, PlanError, "empty"),
-        ({"a": None, "b": 0, "c": 0}, PlanError, "None"),
-        ({3: "cpu"}, PlanError, "3"),
     ],
 )
 def test_maps_that_make_no_sense(device_map, kind, words):

@@ -281,6 +281,6 @@ def test_device_maps_as_people_write_them():
     plan = Plan.from_device_map({"a": 0, "b": "1", "c": torch.device("cpu"), "d": "cuda:3"})
     assert plan.device_map == {"a": f"{kind}:0", "b": f"{kind}:1", "c": "cpu", "d": "cuda:3"}
     assert {device.name for device in plan.devices} == set(plan.placements.values())
-    for wrong in (["a"], {"a": -1}, {"a": None}, {"a": True}, {"a": 1.5}, {"a": {}}, {}, {"": 0, "b": 1}):
+    for wrong in (["a"], {3: "cpu"}, {"a": -1}, {"a": None}, {"a": True}, {"a": 1.5}, {"a": {}}, {}, {"": 0, "b": 1}):
         with pytest.raises(PlanError):
             Plan.from_device_map(wrong)
