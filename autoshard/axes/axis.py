@@ -20,14 +20,19 @@ DEEPEST = 32
 
 
 class Factor:
-    """A factor about which nothing more is known; `bound` once something is. `lost`: why it can't be cut, or ""."""
+    """A factor about which nothing more is known; `bound` once something is. `lost`: why it can't be cut, or "".
 
-    __slots__ = ("bound", "lost", "size")
+    `rigid`: it stays one factor, as the batch does: what would split it, cut it or pair it with another lost or rigid
+    one loses it instead. Whoever made it takes `lost` back after each op.
+    """
 
-    def __init__(self, size: int) -> None:
+    __slots__ = ("bound", "lost", "rigid", "size")
+
+    def __init__(self, size: int, *, rigid: bool = False) -> None:
         self.size = size
         self.bound: Axis | None = None
         self.lost = ""
+        self.rigid = rigid
 
     def __repr__(self) -> str:
         return f"{self.size}" if self.bound is None else "x".join(map(repr, resolve(self.bound)))
@@ -105,6 +110,16 @@ def covers(axis: Axis, leaf: Factor) -> bool:
     """Whether every index along the axis lies in one slice of the leaf: no part of a concatenation is without it."""
     return any(
         factor is leaf if isinstance(factor, Factor) else all(covers(segment, leaf) for segment in factor.segments)
+        for factor in resolve(axis)
+    )
+
+
+def times(axis: Axis, leaf: Factor | None = None) -> int:
+    """How often a leaf is a factor along one way through an axis; without one, how many rigid ones are."""
+    return sum(
+        (factor is leaf if leaf is not None else factor.rigid)
+        if isinstance(factor, Factor)
+        else max((times(part, leaf) for part in factor.segments), default=0)
         for factor in resolve(axis)
     )
 
@@ -227,7 +242,10 @@ def cut(axis: Axis, at: int, why: str = "") -> tuple[Axis, Axis]:
 def _cut_factor(factor: "Factor | Cat", at: int, why: str) -> tuple[Axis, Axis]:
     if isinstance(factor, Factor):
         before, after = fresh(at), fresh(factor.size - at)
-        _bind(factor, (Cat((before, after)),))
+        if factor.rigid:
+            lose((factor, *before, *after), f"{why}: takes a part of it")
+        else:
+            _bind(factor, (Cat((before, after)),))
         return before, after
     left: list[Axis] = []
     right = list(factor.segments)
@@ -267,14 +285,19 @@ def every(axis: Axis, step: int, why: str = "") -> Axis:
 
 def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth: int) -> None:
     """Make two factors of the same size the same. Where a leaf is a part of the other one, that one is lost."""
-    if isinstance(left, Factor):
+    if isinstance(left, Factor) and not left.rigid:
         if left in _inside(right):
             lose((right,), f"{why}: an axis would be a part of itself")
+        elif left.lost and any(leaf.rigid for leaf in leaves((right,))):
+            lose((right,), left.lost)  # what is lost meets it here, and not wherever it was before
         else:
             _bind(left, (right,))
         return
-    if isinstance(right, Factor):
+    if isinstance(right, Factor) and not right.rigid:
         _unify_factors(right, left, why, depth)
+        return
+    if isinstance(left, Factor) or isinstance(right, Factor):
+        lose((left, right), f"{why}: pairs different factors")
         return
     ours, theirs = list(left.segments), list(right.segments)
     while ours and theirs:
@@ -302,6 +325,8 @@ def _bind(leaf: Factor, axis: Axis) -> None:
 def _split(factor: "Factor | Cat", major: int, why: str) -> bool:
     """Make a factor a product of `major` and the rest; False if a concatenation does not allow it."""
     if isinstance(factor, Factor):
+        if factor.rigid and factor.size != major:
+            return False
         if factor.size != major:
             _bind(factor, (*fresh(major), *fresh(factor.size // major)))
         return True

@@ -8,41 +8,55 @@ are rows of as many words each, in the run with one sample more as well, a bag h
 Any other offsets, of which a bag may reach into the next sample's words, are not followed.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autoshard.axes.sample_indices import Contents
-from autoshard.axes.samples import MIXED, Samples, all_of, combine, reduce, samples
-from autoshard.capture.graph import Op, name_of
+from autoshard.axes.axis import Axis, fresh, lose, reshape
+from autoshard.axes.contents import Contents
+from autoshard.axes.rules import broadcast
+from autoshard.capture.graph import ModelGraph, Op, name_of
 
 if TYPE_CHECKING:
-    from autoshard.axes.sample_walk import SampleWalk
+    from autoshard.axes.batch_walk import BatchWalk, State
 
 _FREQUENCIES, _WEIGHTS, _LAST_OFFSET = 3, 6, 7
 """Places of arguments: divide gradients by how often a word is there, weights of words, offsets have an end."""
 
 
-def bags(walk: "SampleWalk", op: Op, given: Sequence[Samples]) -> list[Samples] | None:
-    """The samples of what an op makes of bags that are rows; None for any other op."""
+def bags(walk: "BatchWalk", op: Op) -> list["State"] | None:
+    """The states of what an op makes of bags that are rows; None for any other op."""
     if name_of(op) not in ("embedding_bag", "_embedding_bag") or op.node is None:
         return None
     arguments: list[Any] = [*op.node.args, *[None] * _LAST_OFFSET]
-    if op.node.kwargs or arguments[_FREQUENCIES] or arguments[_LAST_OFFSET] or not given[0].shared:
+    if op.node.kwargs or arguments[_FREQUENCIES] or arguments[_LAST_OFFSET] or walk.state(op.inputs[0]) != "shared":
         return None
-    mine, other = _row(walk.rules.contents, op), _row(Contents(walk.other), walk.other.ops[op.index])
-    if not mine or mine != other:
+    graphs = zip(walk.contents, (walk.graph, walk.other), strict=True)
+    mine, other = (_row(contents, graph, graph.ops[op.index]) for contents, graph in graphs)
+    words = [op.inputs[1], *([op.inputs[3]] if arguments[_WEIGHTS] is not None else [])]
+    states = [walk.state(value) for value in words]
+    if not mine or mine != other or "mixed" in states:
         return None
-    words = combine([given[1], *([given[3]] if arguments[_WEIGHTS] is not None else [])], given[1].shape)
-    owner = reduce(words.full().reshape(-1, mine), [1])
-    shapes = [walk.graph.values[value].shape for value in op.outputs]
-    return [samples(shapes[0], owner, (any(words.varies), True)), *(all_of(shape, MIXED) for shape in shapes[1:])]
+    made: list[Axis] = []
+    shape = walk.graph.values[words[0]].shape
+
+    def divide() -> None:
+        (axis,) = broadcast(walk.walk, [walk.axes(value) for value in words], [shape] * len(words))
+        made.extend(reshape([axis], [shape[0] // mine, mine]))
+
+    if walk.mixes(divide):
+        return None
+    for value in op.outputs:
+        axes = [fresh(size) for size in walk.graph.values[value].shape]
+        for axis in axes:
+            lose(axis, "of bags")
+        walk.walk.axes[value] = (made[0], *axes[1:]) if value == op.outputs[0] else tuple(axes)
+    return [walk.made("apart" in states, op.outputs[0]), *["mixed"] * (len(op.outputs) - 1)]  # type: ignore[list-item]
 
 
-def _row(contents: Contents, op: Op) -> int:
+def _row(contents: Contents, graph: ModelGraph, op: Op) -> int:
     """How many words each bag has; 0 if they are not rows of as many."""
-    offsets, words = contents.of(op.inputs[2]), contents.shape(op.inputs[1])[0]
+    offsets, words = contents.of(op.inputs[2]), graph.values[op.inputs[1]].shape[0]
     if offsets is None or not len(offsets) or words % len(offsets):
         return 0
     row = words // len(offsets)

@@ -13,28 +13,28 @@ argument.
     y.index_add_(0, rows, entries)       row(e) is given what entry e became
 
 Argument: which entries there are, and in which order, is decided by all samples, but what an entry holds is decided by
-its own sample, and it is put back there; a mask has an entry if the entry's own sample says so. Each entry has a code
-of its own, so that whatever takes two entries together, or meets a number that varies along them (a capacity, a rank),
+its own sample, and it is put back there; a mask has an entry if the entry's own sample says so. Entries are a factor of
+their own, as the batch is one: whatever works along it, or pairs it with what varies along it (a capacity, a rank),
 mixes samples. The places themselves, how many entries there are, and where groups end depend on the whole batch: they
 may be used in these ways only, and mix otherwise; of what has as many elements as a mask chooses Python may not read
 the size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoshard.axes.axis import Axis, Factor, covers, fresh, leaves, lose, reshape, size_of, times
 from autoshard.axes.given import arguments_of, plain, written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.axes.rules import is_pointwise
-from autoshard.axes.samples import FIRST_ENTRY, MIXED, SHARED, Samples, all_of, combine, reduce, samples
+from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, name_of
 from autoshard.capture.traits import traits_of
 
 if TYPE_CHECKING:
-    from autoshard.axes.sample_walk import SampleWalk
+    from autoshard.axes.batch_walk import BatchWalk, State
 
 COPIES = frozenset({"to", "_to_copy", "alias", "contiguous", "clone", "detach"}) | RESHAPES
 """Ops that hand on the same numbers in the same order, if as many of them."""
@@ -52,31 +52,30 @@ class Selection:
     """Entries that were made of elements.
 
     Attributes:
-        op: what made them; `first`: code of the first entry; `count`: how many there are.
-        owner: which sample every element belongs to: a token that was sorted, or an element of a mask, in its shape.
+        op: what made them; `leaf`: the factor that they are.
+        axes: of what they were made of: tokens that were sorted, or a mask.
         keys: the value by which they are sorted in ascending order, -1 if they are not.
         mask: the value that chooses them, -1 where all tokens are sorted.
     """
 
     op: int
-    first: int
-    count: int
-    owner: torch.Tensor
+    leaf: Factor
+    axes: Axes
     keys: int = -1
     mask: int = -1
 
     @property
-    def codes(self) -> torch.Tensor:
-        """The codes of all entries, in their order."""
-        return torch.arange(self.first, self.first + self.count, dtype=torch.int32)
+    def count(self) -> int:
+        """How many entries there are."""
+        return self.leaf.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPlaces:
-    """Of every entry, where its element is along dimension `dim` of `owner`: which sample each place belongs to."""
+    """Of every entry, where its element is along an axis, which is dimension `dim` of what the entries were made of."""
 
     selection: Selection
-    owner: torch.Tensor
+    axis: Axis
     dim: int = 0
     once: bool = True
 
@@ -89,7 +88,7 @@ class Entries:
         puts: (op, selection) of what puts entries back that a mask chose.
     """
 
-    def __init__(self, walk: "SampleWalk") -> None:
+    def __init__(self, walk: "BatchWalk") -> None:
         self.walk = walk
         self.sized: set[int] = set()
         self.puts: list[tuple[int, Selection]] = []
@@ -99,25 +98,24 @@ class Entries:
         self._counts: dict[int, int] = {}  # of keys -> how many have each number
         self._ends: dict[int, int] = {}
         self._sorted: dict[int, int] = {}  # sorted keys -> keys
-        self._selections: dict[int, Selection] = {}
+        self._selections: dict[Factor, Selection] = {}
         self._chosen: dict[Any, Selection] = {}
-        self._next = FIRST_ENTRY
         self._written = written_storages(walk.graph)
 
-    def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
-        """The samples of what an op makes of entries, or of elements by their places; None if it is no such op."""
+    def results(self, op: Op) -> list["State"] | None:
+        """The states of what an op makes of entries, or of elements by their places; None if it is no such op."""
         name = name_of(op)
-        made: list[Samples] | None = None
+        made: list[State] | None = None
         if name in ("sort", "argsort"):
-            made = self._sort(op, name, given)
+            made = self._sort(op, name)
         elif (name == "where" and len(op.inputs) == 1) or name in ("nonzero", "nonzero_numpy"):
-            made = self._found(op, given, name)
+            made = self._found(op, name)
         elif name in _PICK:
-            made = self._picked(op, given, name)
+            made = self._picked(op, name)
         elif name in _PUT:
-            made = self._put(op, given, name)
+            made = self._put(op, name)
         elif name in ("_grouped_mm", "grouped_mm"):
-            made = self._grouped(op, given)
+            made = self._grouped(op)
         elif op.inputs and not op.mutates and op.node is not None:
             self._note(op, name)
         if made is None and op.mutates:
@@ -127,17 +125,19 @@ class Entries:
             self.sized.update(value for value in op.outputs if value not in op.inputs)
         return made
 
-    def _select(self, op: Op, count: int, owner: torch.Tensor, keys: int = -1, mask: int = -1) -> Selection:
+    def _select(self, op: Op, count: int, axes: Axes, keys: int = -1, mask: int = -1) -> Selection:
         """Entries that an op makes of elements."""
-        selection = Selection(op=op.index, first=self._next, count=count, owner=owner, keys=keys, mask=mask)
-        self._next += count
-        self._selections[selection.first] = selection
+        selection = Selection(op=op.index, leaf=Factor(count, rigid=True), axes=axes, keys=keys, mask=mask)
+        self._selections[selection.leaf] = selection
+        self.walk.rigid.append(selection.leaf)
         return selection
 
-    def made_by(self, item: Samples) -> int:
-        """The op that made the entries of a tensor, -1 if it has none."""
-        code = int(item.owner.max()) if item.owner.numel() else SHARED
-        return next((one.op for first, one in reversed(self._selections.items()) if FIRST_ENTRY <= first <= code), -1)
+    def made_by(self, value: int) -> int:
+        """The op that made the entries of a tensor that nothing has mixed, -1 if it has none."""
+        if self.walk.state(value) != "apart":
+            return -1
+        found = (leaf for axis in self.walk.axes(value) for leaf in leaves(axis))
+        return next((self._selections[leaf].op for leaf in found if leaf in self._selections), -1)
 
     def forget(self, op: Op) -> None:
         """Nothing more is known of what an op writes into."""
@@ -149,32 +149,46 @@ class Entries:
 
     # ---- places, counts and ends of groups
 
-    def _sort(self, op: Op, name: str, given: Sequence[Samples]) -> list[Samples] | None:
-        graph, source = self.walk.graph, op.inputs[0]
+    def _sort(self, op: Op, name: str) -> list["State"] | None:
+        walk, source = self.walk, op.inputs[0]
         values, places = (-1, op.outputs[0]) if name == "argsort" else (op.outputs[0], op.outputs[-1])
         known = self._places.get(source)
         if known is not None and known.once and known.selection.mask < 0 and not _descends(op):
             self._inverse[places] = known.selection
-            return [all_of(graph.values[value].shape, MIXED) for value in op.outputs]
-        keys = given[0]
-        if len(keys.shape) != 1 or keys.shared or not self._is_of_samples(keys.owner):
+            return [self._mixed(value) for value in op.outputs]
+        axes = walk.axes(source)
+        if len(axes) != 1 or not self._is_of_samples(source):
             return None
-        owner = keys.full().clone()
-        selection = self._select(op, len(owner), owner, keys=-1 if _descends(op) else self._root(source))
-        self._places[places] = EntryPlaces(selection=selection, owner=owner)
+        selection = self._select(op, size_of(axes[0]), axes, keys=-1 if _descends(op) else self._root(source))
+        self._places[places] = EntryPlaces(selection=selection, axis=axes[0])
         if values >= 0:
             self._sorted[values] = selection.keys
-        return [
-            samples(keys.shape, selection.codes) if value == values else all_of(keys.shape, MIXED)
-            for value in op.outputs
-        ]
+        return [self._entries(value, selection) if value == values else self._mixed(value) for value in op.outputs]
 
-    def _is_of_samples(self, owner: torch.Tensor) -> bool:
+    def _is_of_samples(self, value: int) -> bool:
         """Whether every element belongs to a sample of the batch."""
-        return bool(((owner >= 0) & (owner < self.walk.rows)).all())
+        return self.walk.state(value) == "apart" and self.walk.has_batch(value)
 
-    def _found(self, op: Op, given: Sequence[Samples], name: str) -> list[Samples] | None:
-        selection = self._choice(op, op.inputs[0], given[0], op.outputs[0])
+    def _mixed(self, value: int) -> "State":
+        """Give a result axes of which nothing is known."""
+        self._give(value, {})
+        return "mixed"
+
+    def _entries(self, value: int, selection: Selection, at: int = 0) -> "State":
+        """Give a result the entries along one dimension."""
+        self._give(value, {at: (selection.leaf,)})
+        return "apart"
+
+    def _give(self, value: int, known: Mapping[int, Axis]) -> None:
+        """Give a result some axes; the others are lost."""
+        made = [known.get(dim, fresh(size)) for dim, size in enumerate(self.walk.graph.values[value].shape)]
+        for dim, axis in enumerate(made):
+            if dim not in known:
+                lose(axis, "entries")
+        self.walk.walk.axes[value] = tuple(made)
+
+    def _found(self, op: Op, name: str) -> list["State"] | None:
+        selection = self._choice(op, op.inputs[0], op.outputs[0])
         if selection is None:
             return None
         if name == "nonzero":
@@ -182,19 +196,20 @@ class Entries:
         else:
             self._places.update((value, _along(selection, dim)) for dim, value in enumerate(op.outputs))
         self.sized.update(op.outputs)
-        return [all_of(self.walk.graph.values[value].shape, MIXED) for value in op.outputs]
+        return [self._mixed(value) for value in op.outputs]
 
-    def _choice(self, op: Op, mask: int, item: Samples, entries: int, at: int = 0) -> Selection | None:
+    def _choice(self, op: Op, mask: int, entries: int, at: int = 0) -> Selection | None:
         """What a mask chooses. `entries`: a value that has as many of them along a dimension."""
         graph, other = self.walk.graph, self.walk.other
         count, its = graph.values[entries].shape[at], other.values[entries].shape[at]
-        if graph.values[mask].storage in self._written or not item.shape or count < LEAST or count == its:
+        row = graph.values[mask]
+        if row.storage in self._written or not row.shape or count < LEAST or count == its:
             return None
-        if not self._is_of_samples(item.owner):
+        if not self._is_of_samples(mask):
             return None
         key = self._key(mask)
         if key not in self._chosen:
-            self._chosen[key] = self._select(op, count, item.full().clone(), mask=mask)
+            self._chosen[key] = self._select(op, count, self.walk.axes(mask), mask=mask)
         known = self._chosen[key]
         return known if known.count == count else None
 
@@ -228,7 +243,7 @@ class Entries:
                     table[made] = table[source]  # type: ignore[assignment]
         elif name in ("floor_divide", "div", "divide") and source in self._places and len(op.inputs) == 1:
             rounded = name == "floor_divide" or arguments_of(op).get("rounding_mode") == "floor"
-            divided = _divided(self._places[source], args[1]) if rounded else None
+            divided = self._divided(self._places[source], args[1]) if rounded else None
             if divided is not None:
                 self._places[made] = divided
         elif name in ("histc", "bincount"):
@@ -237,6 +252,18 @@ class Entries:
                 self._counts[made] = keys
         elif name == "cumsum" and source in self._counts and row.dtype in EXACT:
             self._ends[made] = self._counts[source]
+
+    def _divided(self, places: EntryPlaces, by: Any) -> EntryPlaces | None:
+        """The places of groups of so many tokens, where all tokens of a group are of one sample."""
+        size = size_of(places.axis)
+        if not isinstance(by, int) or by <= 0 or places.selection.mask >= 0 or size % by:
+            return None
+        made: list[Axis] = []
+        if self.walk.mixes(lambda: made.extend(reshape([places.axis], [size // by, by]))):
+            return None
+        alike = covers(made[0], self.walk.batch)
+        once = places.once and by == 1
+        return EntryPlaces(selection=places.selection, axis=made[0], once=once) if alike else None
 
     def _resized(self, op: Op, name: str) -> bool:
         return name not in RESHAPES and self.walk.resized(op)
@@ -281,27 +308,31 @@ class Entries:
 
     # ---- elements and entries
 
-    def _picked(self, op: Op, given: Sequence[Samples], name: str) -> list[Samples] | None:
+    def _picked(self, op: Op, name: str) -> list["State"] | None:
         """x[places] makes entries of elements, and x[inverse] tokens of entries."""
-        x, shape = given[0], self.walk.graph.values[op.outputs[0]].shape
-        places = self._indexed(op, given, name)
+        x, made = op.inputs[0], op.outputs[0]
+        shape = self.walk.graph.values[made].shape
+        places = self._indexed(op, name)
         if places is None:
             selection = self._inverse.get(op.inputs[1]) if _first_index(op) else None
-            found = selection is not None and self.entries(x) is selection
-            return [_first(shape, selection.owner)] if found and selection is not None else None
+            if selection is None or self.entries(x) is not selection:
+                return None
+            self._give(made, {0: selection.axes[0]})
+            return ["apart"]
         selection, at = next(iter(places.values())).selection, min(places)
-        if len(shape) <= at or shape[at] != selection.count or not self._is_of(op, x, places):
+        if len(shape) <= at or shape[at] != selection.count or not self._is_of(x, places):
             return None
         if selection.mask >= 0:
             self.sized.update(op.outputs)
-        return [samples(shape, selection.codes.view(*(1,) * at, -1, *(1,) * (len(shape) - at - 1)))]
+        return [self._entries(made, selection, at)]
 
-    def _indexed(self, op: Op, given: Sequence[Samples], name: str) -> dict[int, EntryPlaces] | None:
+    def _indexed(self, op: Op, name: str) -> dict[int, EntryPlaces] | None:
         """By dimension the places that are the only indices of an op: of one selection, each dimension of it once."""
         args: Sequence[Any] = op.node.args if op.node is not None else ()
         if name not in _LISTED:
             place = self._places.get(op.inputs[1])
-            return {args[1] % len(given[0].shape): place} if place is not None and given[0].shape else None
+            ndim = len(self.walk.graph.values[op.inputs[0]].shape)
+            return {args[1] % ndim: place} if place is not None and ndim else None
         which = [dim for dim, index in enumerate(args[1]) if index is not None]
         values = op.inputs[1 : 1 + len(which)]
         if len(values) != len(which) or not which or which != list(range(which[0], which[0] + len(which))):
@@ -311,87 +342,81 @@ class Entries:
                 return None
             known = self._chosen.get(self._key(values[0]))
             if name in _PICK:
-                known = self._choice(op, values[0], given[1], op.outputs[0], which[0])
-            return None if known is None else {which[0] + d: _along(known, d) for d in range(known.owner.dim())}
+                known = self._choice(op, values[0], op.outputs[0], which[0])
+            return None if known is None else {which[0] + d: _along(known, d) for d in range(len(known.axes))}
         found = [place for value in values if (place := self._places.get(value)) is not None]
-        alike = len(found) == len(values) and all(one.owner is found[0].owner for one in found)
+        alike = len(found) == len(values) and all(one.selection is found[0].selection for one in found)
         return dict(zip(which, found, strict=True)) if alike and len({one.dim for one in found}) == len(found) else None
 
-    def _is_of(self, op: Op, x: Samples, places: dict[int, EntryPlaces]) -> bool:
+    def _is_of(self, x: int, places: Mapping[int, EntryPlaces]) -> bool:
         """Whether what stands in each place belongs to the sample of the element there, or to none."""
-        one = next(iter(places.values()))
-        counts, owner = self.walk.rules.counts, one.owner
-        longer, wide = counts.get(op.inputs[0], ()), counts.get(one.selection.mask, ())
-        if any(size != 1 for dim, size in enumerate(x.owner.shape) if dim not in places):
+        walk = self.walk
+        axes = walk.axes(x)
+        pairs = [(axes[dim], place.axis) for dim, place in places.items()]
+        if walk.state(x) == "mixed" or any(size_of(mine) != size_of(its) for mine, its in pairs):
             return False
-        sizes, order = [1] * owner.dim(), sorted(places, key=lambda dim: places[dim].dim)
-        shared = bool((x.owner == SHARED).any())
-        for dim in order:
-            at = places[dim].dim
-            if x.shape[dim] != owner.shape[at]:
-                return False
-            grows = (dim < len(longer) and longer[dim]) or (at < len(wide) and wide[at]) or one.selection.mask < 0
-            if shared and x.varies[dim] and grows:
-                return False
-            sizes[at] = x.owner.shape[dim]
-        own = x.owner.permute([*order, *(dim for dim in range(x.owner.dim()) if dim not in order)]).reshape(sizes)
-        return bool(((own == owner) | (own == SHARED)).all())
+        rest = [axis for dim, axis in enumerate(axes) if dim not in places]
+        if any(map(times, rest)):
+            return False
+        if walk.state(x) == "shared" and not any(times(its, walk.batch) for _, its in pairs):
+            masks = [place.selection.mask for place in places.values()]
+            return not any(
+                (walk.longer(x)[dim] or walk.longer(mask)[place.dim]) and not walk.is_same_along(x, dim)
+                for mask, (dim, place) in zip(masks, places.items(), strict=True)
+            )
+        return not walk.mixes(lambda: [walk.walk.unify(mine, its) for mine, its in pairs])
 
-    def _put(self, op: Op, given: Sequence[Samples], name: str) -> list[Samples] | None:
+    def _put(self, op: Op, name: str) -> list["State"] | None:
         """out[places] = entries, out[places] += entries, and inverse[places] = 0, 1, 2 and so on."""
-        places = self._indexed(op, given, name) if len(given) > 2 and op.node is not None else None
+        places = self._indexed(op, name) if len(op.inputs) > 2 and op.node is not None else None
         if places is None or op.node is None:
             return None
-        x, source, one = given[0], given[-1], next(iter(places.values()))
-        owner, selection, adds = one.owner, one.selection, "add" in name or True in op.node.args[3:4]
-        if selection.mask < 0 and len(x.shape) == 1 and one.once and not adds and self._counts_up(op, len(owner)):
+        graph, x, source, one = self.walk.graph, op.inputs[0], op.inputs[-1], next(iter(places.values()))
+        selection, adds = one.selection, "add" in name or True in op.node.args[3:4]
+        shape = graph.values[x].shape
+        if selection.mask < 0 and len(shape) == 1 and one.once and not adds and self._counts_up(op, size_of(one.axis)):
             self.forget(op)
             self._inverse[op.outputs[0]] = selection
-            return [all_of(x.shape, MIXED)]
-        alone = one.once and len(places) == owner.dim()
+            return ["mixed" if value in op.inputs else self._mixed(value) for value in op.outputs]
+        alone = one.once and len(places) == len(selection.axes)
         if min(places) or self.entries(source) is not selection or not (adds or alone):
             return None
-        if source.shape[1:] != x.shape[len(places) :]:
+        if graph.values[source].shape[1:] != shape[len(places) :]:
             return None
-        if any(x.shape[dim] != owner.shape[place.dim] for dim, place in places.items()):
+        if not any(covers(place.axis, self.walk.batch) for place in places.values()) or not self._is_of(x, places):
             return None
-        order = [place.dim for place in places.values()]
-        gone = [dim for dim in range(owner.dim()) if dim not in order]
-        layout = reduce(owner, gone)
-        if bool((layout == MIXED).any()):
-            return None
-        layout = layout.permute([*order, *gone]).reshape(
-            *(owner.shape[dim] for dim in order), *(1,) * (len(x.shape) - len(order))
-        )
         if selection.mask >= 0:
             self.puts.append((op.index, selection))
         self.forget(op)
-        return [combine([x, samples(x.shape, layout)], x.shape)]
+        if op.outputs[0] != x:
+            self.walk.walk.axes[op.outputs[0]] = self.walk.axes(x)
+        return [self.walk.made(True, op.outputs[0])]
 
     def _counts_up(self, op: Op, count: int) -> bool:
         """Whether an op writes 0, 1, 2 and so on into a tensor of so many elements."""
-        numbers = self.walk.rules.contents.of(op.inputs[-1])
+        numbers = self.walk.contents[0].of(op.inputs[-1])
         shape = self.walk.graph.values[op.outputs[0]].shape
         return numbers is not None and shape == (count,) and torch.equal(numbers.long(), torch.arange(count))
 
-    def _grouped(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
+    def _grouped(self, op: Op) -> list["State"] | None:
         """A product of every entry with the matrix of its own key."""
-        if op.node is None or len(op.inputs) != 3 or len(given[0].shape) != 2 or len(given[1].shape) != 3:
+        if op.node is None or len(op.inputs) != 3:
             return None
-        ends, selection = self._ends.get(op.inputs[2], -1), self.entries(given[0])
-        if selection is None or not given[1].shared or ends < 0 or ends != selection.keys:
+        x, matrices, ends = (self.walk.graph.values[value].shape for value in op.inputs)
+        keys, selection = self._ends.get(op.inputs[2], -1), self.entries(op.inputs[0])
+        if selection is None or self.walk.state(op.inputs[1]) != "shared" or keys < 0 or keys != selection.keys:
             return None
-        if given[2].shape != (given[1].shape[0],):
+        if len(x) != 2 or len(matrices) != 3 or ends != matrices[:1]:
             return None
-        return [_first(self.walk.graph.values[op.outputs[0]].shape, selection.codes)]
+        return [self._entries(op.outputs[0], selection)]
 
-    def entries(self, item: Samples) -> Selection | None:
+    def entries(self, value: int) -> Selection | None:
         """The selection of which a tensor has all entries, one after the other."""
-        if not item.shape or any(size != 1 for size in item.owner.shape[1:]):
+        axes = self.walk.axes(value)
+        if self.walk.state(value) != "apart" or not axes or len(axes[0]) != 1:
             return None
-        owner = item.owner.flatten()
-        selection = self._selections.get(int(owner[0])) if len(owner) else None
-        return selection if selection is not None and torch.equal(owner, selection.codes) else None
+        leaf = axes[0][0]
+        return self._selections.get(leaf) if isinstance(leaf, Factor) else None
 
 
 def _first_index(op: Op) -> bool:
@@ -413,16 +438,6 @@ def _descends(op: Op) -> bool:
     return bool(arguments_of(op).get("descending"))
 
 
-def _divided(places: EntryPlaces, by: Any) -> EntryPlaces | None:
-    """EntryPlaces of groups of so many tokens, where all tokens of a group are of one sample."""
-    if not isinstance(by, int) or by <= 0 or places.selection.mask >= 0 or len(places.owner) % by:
-        return None
-    groups = places.owner.view(-1, by)
-    alike = bool((groups == groups[:, :1]).all())
-    once = places.once and by == 1
-    return EntryPlaces(selection=places.selection, owner=groups[:, 0], once=once) if alike else None
-
-
 def _ranked(op: Op, shape: Sequence[int]) -> int:
     """The size of the dimension in which an op finds places; 0 if it is not told."""
     dim = arguments_of(op).get("dim")
@@ -431,9 +446,4 @@ def _ranked(op: Op, shape: Sequence[int]) -> int:
 
 def _along(selection: Selection, dim: int) -> EntryPlaces:
     """Where the elements of a selection are along one dimension of its mask."""
-    return EntryPlaces(selection=selection, owner=selection.owner, dim=dim)
-
-
-def _first(shape: tuple[int, ...], codes: torch.Tensor) -> Samples:
-    """Samples that differ along the first dimension only."""
-    return samples(shape, codes.view(-1, *[1] * (len(shape) - 1)))
+    return EntryPlaces(selection=selection, axis=selection.axes[dim], dim=dim)

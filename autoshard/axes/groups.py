@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.axes.axis import Axis, Factor, covers, describe, leaves, local_size
+from autoshard.axes.axis import Factor, covers, describe, leaves, local_size, times
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import Region, element_of, find_regions, leaf_modules, leaf_regions, shared_tensors
 from autoshard.axes.walk import AxisWalk, walk_over
@@ -216,21 +216,11 @@ def _refused(graph: ModelGraph, walk: AxisWalk, places: Places, leaf: Factor) ->
         if leaf in leaves(contraction.axis) and not covers(contraction.axis, leaf):
             return f"{places.where(contraction.op)} sums over more than it"
     for value, axes in walk.axes.items():
-        if sum(_times(axis, leaf) for axis in axes) > 1:
+        if sum(times(axis, leaf) for axis in axes) > 1:
             return f"a tensor of {places.where(graph.values[value].op)} would be cut twice"
     if places.is_residual(leaf):
         return "it runs through the block from its input to its output"
     return ""
-
-
-def _times(axis: Axis, leaf: Factor) -> int:
-    """How often a leaf is a factor along one way through an axis."""
-    return sum(
-        (factor is leaf)
-        if isinstance(factor, Factor)
-        else max((_times(part, leaf) for part in factor.segments), default=0)
-        for factor in axis
-    )
 
 
 def _shards(walk: AxisWalk, region: Region, members: list[TensorInfo], leaf: Factor) -> Iterator[Shard]:

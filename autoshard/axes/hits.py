@@ -12,20 +12,19 @@ as the run with all of them does without what the others put back. What is count
 shows there. The numbers of experts may be used to take parts of the mask and of weights, and Python may read them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autoshard.axes.axis import fresh, lose, times
 from autoshard.axes.entries import COPIES
 from autoshard.axes.given import written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.axes.samples import MIXED, SHARED, Samples, all_of, samples
 from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
 
 if TYPE_CHECKING:
-    from autoshard.axes.sample_walk import SampleWalk
+    from autoshard.axes.batch_walk import BatchWalk, State
 
 _PARTS = ("index", "index_select", "_unsafe_index")
 _COUNTS = ("sum", "any", "count_nonzero", "amax")
@@ -43,26 +42,25 @@ class Hit:
 class Hits:
     """The hits of a walk. `found`: what was found by ops (nonzero), by the mask that it is about."""
 
-    def __init__(self, walk: "SampleWalk") -> None:
+    def __init__(self, walk: "BatchWalk") -> None:
         self.walk = walk
         self.found: dict[int, int] = {}
         self.lists, self._named = named_hits(walk.graph)
         self._written = written_storages(walk.graph)
 
-    def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
-        """The samples of what an op makes of hits; None if it is no such op."""
+    def results(self, op: Op) -> list["State"] | None:
+        """The states of what an op makes of hits; None if it is no such op."""
         graph = self.walk.graph
-        shapes = [graph.values[value].shape for value in op.outputs]
         if op.outputs and self.lists.get(op.outputs[0]) == op.index:
             mask = hit_mask(graph, op.inputs[0], self._written)
             if mask is None or not self._is_of_samples(mask):
                 return None
             self.found[op.index] = mask
-            return [all_of(shape, MIXED) for shape in shapes]
+            return ["mixed"] * len(op.outputs)
         if op.outputs and all(self.lists.get(value) in self.found or self.known(value) for value in op.outputs):
-            return [all_of(shape, MIXED) for shape in shapes]
+            return ["mixed"] * len(op.outputs)
         if name_of(op) in _PARTS and len(op.inputs) == 2 and self.known(op.inputs[1]):
-            return self._part(op, given[0], shapes[0])
+            return self._part(op)
         return None
 
     def tells(self, value: int) -> bool:
@@ -75,22 +73,25 @@ class Hits:
         return hit if hit is not None and hit.op in self.found else None
 
     def _is_of_samples(self, mask: int) -> bool:
-        owner = self.walk.of(mask).owner
-        return bool(((owner >= 0) & (owner < self.walk.rows)).all()) and owner.shape[0] == 1
+        walk = self.walk
+        return walk.state(mask) == "apart" and walk.has_batch(mask) and not times(walk.axes(mask)[0], walk.batch)
 
-    def _part(self, op: Op, x: Samples, shape: tuple[int, ...]) -> list[Samples] | None:
+    def _part(self, op: Op) -> list["State"] | None:
         """The part of a mask, or of weights, that an expert has."""
         assert op.node is not None
+        walk, x, made = self.walk, op.inputs[0], op.outputs[0]
         index: Any = op.node.args[1]
         first = isinstance(index, (list, tuple)) and index[0] is not None and len(index) == 1
         if not first and not (name_of(op) == "index_select" and index == 0):
             return None
-        if x.owner.shape[0] != 1 or self.walk.rules.counts.get(op.inputs[0], (False,))[0]:
+        axes, shape = walk.axes(x), walk.graph.values[made].shape
+        if walk.state(x) == "mixed" or walk.longer(x)[0] or times(axes[0]):
             return None
-        gone = len(x.shape) - len(shape)
-        owner = x.owner.squeeze(0) if gone else x.owner
-        varies = list(x.varies[1:] if gone else x.varies)
-        return [samples(shape, owner, varies)] if bool((owner >= SHARED).all()) else None
+        number = [fresh(size) for size in shape[: len(shape) - len(axes) + 1]]
+        for axis in number:
+            lose(axis, "picked by its number")
+        walk.walk.axes[made] = (*number, *axes[1:])
+        return [walk.state(x)]
 
     def tied(self, mask: int) -> Hit | None:
         """The hit of whose entries a mask tells; None if it is no part of a mask of experts."""

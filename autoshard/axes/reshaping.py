@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, 
       "reshape_as")  # fmt: skip
 def reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
     if args and isinstance(args[0], torch.dtype):
-        return None
+        return [x.axes] if walk.shapes[0] == x.shape else None
     made = reshape(x.axes, walk.shapes[0], walk.why)
     if args and isinstance(args[0], Seen):  # view_as
         for axis, other in zip(made, args[0].axes, strict=True):
@@ -245,8 +246,10 @@ def _picked(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> Axes | No
         return None
     if len(given) == 1 and tensors[0].numbers:
         return tuple(_listed(walk, x, d, tensors[0].numbers) if d in given else axis for d, axis in enumerate(x.axes))
-    walk.block([x.axes[d] for d in given], "picked by index")
-    picked = broadcast(walk, [seen.axes for seen in tensors], [seen.shape for seen in tensors])
+    paired = [walk.paired(x.axes[d], index) for d, index in zip(given, tensors, strict=True)]
+    walk.block([x.axes[d] for d, axes in zip(given, paired, strict=True) if axes is None], "picked by index")
+    axes = [seen.axes if own is None else own for seen, own in zip(tensors, paired, strict=True)]
+    picked = broadcast(walk, axes, [seen.shape for seen in tensors])
     rest = [axis for d, axis in enumerate(x.axes) if d not in given]
     together = given == list(range(given[0], given[-1] + 1))
     place = given[0] if together else 0
@@ -272,8 +275,9 @@ def _listed(walk: Context, x: Seen, dim: int, numbers: Sequence[int]) -> Axis:
 @rule("index_select")
 def _index_select(walk: Context, x: Seen, dim: int, index: Seen) -> list[Axes]:
     d = dim % len(x.shape)
-    walk.block([x.axes[d]], "picked by index")
-    picked = index.axes[0] if index.shape else ()
+    paired = walk.paired(x.axes[d], index)
+    walk.block([x.axes[d]] if paired is None else [], "picked by index")
+    picked = () if not index.shape else index.axes[0] if paired is None else paired[0]
     return [tuple(picked if i == d else axis for i, axis in enumerate(x.axes))]
 
 
@@ -331,12 +335,19 @@ def _index_add(walk: Context, x: Seen, dim: int, index: Seen, source: Any = None
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def _index_put(walk: Context, x: Seen, indices: Sequence[Seen | None], source: Seen, *args: Any) -> list[Axes] | None:
-    """A rank that has some of the indices only would leave what the others write."""
+    """A rank that has some of the indices only would leave what the others write. One number, where a mask says so, is
+    written element by element."""
+    mask = indices[0]
+    if len(indices) == 1 and mask is not None and mask.dtype is torch.bool and prod(source.shape) == 1:
+        return [broadcast(walk, [x.axes, (*mask.axes, *[()] * (len(x.shape) - len(mask.shape)))],
+                          [x.shape, (*mask.shape, *[1] * (len(x.shape) - len(mask.shape)))])]  # fmt: skip
     place = _picked(walk, x, indices)
     if place is None:
         return None
     broadcast(walk, [place, source.axes], [tuple(map(size_of, place)), source.shape])
-    walk.block([axis for index in indices if index is not None for axis in index.axes], "written by index")
+    for d, index in enumerate(indices):
+        if index is not None and walk.paired(x.axes[d], index) is None:
+            walk.block(index.axes, "written by index")
     return [x.axes]
 
 
@@ -363,7 +374,7 @@ def _search(walk: Context, bounds: Seen, values: Any, **kwargs: Any) -> list[Axe
 
 
 @rule("zeros", "ones", "full", "empty", "new_zeros", "new_ones", "new_full", "new_empty", "scalar_tensor")
-def _constant(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
+def constant(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
     """The same in every slice."""
     return [tuple(fresh(size) for size in walk.shapes[0])]
 

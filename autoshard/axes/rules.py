@@ -56,6 +56,8 @@ class Context(Protocol):
 
     def draw(self, x: Seen) -> None: ...
 
+    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None: ...
+
 
 Rule = Callable[..., Sequence[Sequence[Axis | None]] | None]
 RULES: dict[Any, Rule] = {}

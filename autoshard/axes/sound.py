@@ -3,35 +3,33 @@
 entries         tokens sorted by expert, or elements that a mask chooses, are worked on one by one, and put back
 hits            loops over what any element of a mask chooses, experts say
 bags            bags of words that are rows of as many words each
-sample_merges   sums and means over samples, which are put together of those of parts
+batch_merges    sums and means over samples, which are put together of those of parts
 guarded         questions about each element, which are only asked to raise an error
 switches        both branches of a question whether any row is masked give a row without padding the same
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autoshard.axes.bags import bags
 from autoshard.axes.entries import Entries
 from autoshard.axes.hits import Hits
-from autoshard.axes.samples import Samples
 from autoshard.capture.graph import Op
 
 if TYPE_CHECKING:
-    from autoshard.axes.sample_walk import SampleWalk
+    from autoshard.axes.batch_walk import BatchWalk, State
 
 
 class Sound:
     """The entries that say what an op makes, for one walk."""
 
-    def __init__(self, walk: "SampleWalk") -> None:
+    def __init__(self, walk: "BatchWalk") -> None:
         self.walk = walk
         self.entries = Entries(walk)
         self.hits = Hits(walk)
 
-    def results(self, op: Op, given: Sequence[Samples]) -> list[Samples] | None:
-        """The samples of the results of an op by an entry; None if none of them is about it."""
-        made = self.hits.results(op, given)
+    def results(self, op: Op) -> list["State"] | None:
+        """The states of the results of an op by an entry, with their axes; None if none of them is about it."""
+        made = self.hits.results(op)
         if made is not None:
             return made
-        return self.entries.results(op, given) or bags(self.walk, op, given)
+        return self.entries.results(op) or bags(self.walk, op)

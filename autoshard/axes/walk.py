@@ -73,6 +73,10 @@ class AxisWalk:
     def draw(self, x: Seen) -> None:
         self.draws.append((self._op, x.value))
 
+    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
+        """The axes of an index that picks every slice of a factor of `axis` where it is; None if that is unknown."""
+        return None
+
     def run(self, op: Op) -> None:
         """Apply the rule of one op."""
         self.ops.add(op.index)

@@ -11,20 +11,29 @@ from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from autoshard import nested
+from autoshard.axes.axis import Factor, describe
+from autoshard.axes.batch_merges import counted_labels
+from autoshard.axes.batch_walk import BatchWalk
+from autoshard.axes.contents import NO_END
 from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.hits import named_hits, numbers_found
-from autoshard.axes.parts_of_batch import NO_END
 from autoshard.axes.rules import rule_of
-from autoshard.axes.sample_merges import counted_labels
-from autoshard.axes.sample_walk import SampleWalk, first_difference, first_uneven
-from autoshard.axes.samples import SHARED, Samples
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
 from autoshard.capture.call_log import CallLog, Opaque, Reading, Ref, TooManyOps
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
-from autoshard.check.inputs import NotRun, Padded, is_mask, owner_of, starts
-from autoshard.check.records import ROWS, Left, Mixed, RecordedSamples, left_by_parts, record_samples
+from autoshard.check.inputs import NotRun, Padded, is_mask, starts
+from autoshard.check.records import (
+    ROWS,
+    Left,
+    Mixed,
+    RecordedSamples,
+    first_difference,
+    first_uneven,
+    left_by_parts,
+    record_samples,
+)
 from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
@@ -46,20 +55,28 @@ INDEPENDENT = "If its rows are independent all the same, assume_independent_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Apart:
-    """What was found of the outputs: the samples of each, by path, and how one that several decide is merged."""
+    """What was found of the outputs.
 
-    outputs: Mapping[str, tuple[Samples, BatchOutput | None]]
+    Attributes:
+        axes: of those of which every element belongs to one sample at most, by path and dimension: the axis with the
+            samples starred, "" where all samples have the same; "-" where none has but numbers differ.
+        merges: how one that several samples decide is merged.
+        shared: those that depend on no sample.
+    """
+
+    axes: Mapping[str, tuple[str, ...]]
+    merges: Mapping[str, BatchOutput]
+    shared: frozenset[str]
     recorded: RecordedSamples
 
     def permits(self, how: BatchOutput) -> bool:
         """Whether an output may be put together of parts one after the other in this way."""
-        item, _ = self.outputs[how.path]
-        owner = owner_of(item.shape[how.dim], with_rows(how.axis, ROWS), ROWS)
-        view = [1] * len(item.shape)
-        view[how.dim] = -1
-        return owner is not None and item.apart and not bool(
-            ((item.owner != owner.view(view)) & (item.owner != SHARED)).any()
-        ) and not (item.varies[how.dim] and bool((item.owner == SHARED).any()))  # fmt: skip
+        axes = self.axes.get(how.path)
+        if axes is None:
+            return False
+        if how.path in self.shared:
+            return axes[how.dim] != "-"
+        return axes[how.dim] == with_rows(how.axis, ROWS)
 
 
 def check_apart(question: "Question", batch: BatchAxis) -> Apart:
@@ -105,7 +122,8 @@ class SampleRun:
             raise self.refuse(self.graph.ops[uneven], what)
         self._check_slices(other_log)
         self._check_log(other_log, rows)
-        self.walk = SampleWalk(self.graph, self.other, starts(self.paths, self.graph, batch, ROWS), (ROWS, rows))
+        leaf = Factor(ROWS, rigid=True)
+        self.walk = BatchWalk(self.graph, self.other, starts(self.paths, self.graph, batch, leaf), leaf, (ROWS, rows))
         self.switches: dict[int, bool] = {}
         self.guards: set[Guard] = set()
         self._follow()
@@ -243,9 +261,9 @@ class SampleRun:
         for reading in readings:
             self._read(reading)
         for value in graph.outputs:
-            if not walk.of(value).apart and value not in walk.merges.known:
+            if walk.state(value) == "mixed" and value not in walk.merges.known:
                 raise self._mixed(value, "mixes its rows")
-            if (made := walk.sound.entries.made_by(walk.of(value))) >= 0:
+            if (made := walk.sound.entries.made_by(value)) >= 0:
                 raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
         asked = {value for value, _ in graph.measured}
         for value in sorted(asked & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
@@ -265,13 +283,13 @@ class SampleRun:
             name: value for name, value in left.buffers.items() if value is not None and value != named.get(name)
         }
         for place, value in (*left.tensors.items(), *replaced.items()):
-            if graph.values[value].op >= 0 and walk.of(value).apart and not walk.of(value).shared:
+            if graph.values[value].op >= 0 and walk.state(value) == "apart":
                 raise left_by_parts(place, self.question.model)
         for value in graph.lasting:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state
-            if not known and not walk.of(value).apart:
+            if not known and walk.state(value) == "mixed":
                 raise self._mixed(value, "keeps what mixes its rows")
-            if not known and (made := walk.sound.entries.made_by(walk.of(value))) >= 0:
+            if not known and (made := walk.sound.entries.made_by(value)) >= 0:
                 raise self.refuse(graph.ops[made], "keeps its rows in an order that all of them decide")
 
     def _read(self, reading: Reading) -> None:
@@ -282,7 +300,7 @@ class SampleRun:
                 raise self.refuse(op, "decides what to do by values of all rows")
             return
         for value in read_values(reading):
-            if self.walk.of(value).shared or self._is_guarded(reading, value):
+            if self.walk.state(value) == "shared" or self._is_guarded(reading, value):
                 continue
             if self.walk.sound.hits.tells(value):
                 continue
@@ -309,20 +327,20 @@ class SampleRun:
                 waiting += op.inputs
                 if self.walk.resized(op):
                     return False
-        if len(read_values(reading)) > 1 or not all(self.walk.of(one).apart for one in asked[1]):
+        if len(read_values(reading)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
             return False
         self.guards.add(reading.guard)
         return True
 
     def _is_of_rows(self, value: int) -> bool:
-        item = self.walk.of(value)
-        return item.apart and self.walk.sound.entries.made_by(item) < 0
+        return self.walk.state(value) != "mixed" and self.walk.sound.entries.made_by(value) < 0
 
     def _is_the_same(self, value: int) -> bool:
         """Whether a tensor holds the same for all rows, and for any number of them."""
-        item = self.walk.of(value)
-        longer = zip(item.shape, self.other.values[value].shape, item.varies, strict=True)
-        return item.shared and not any(size != other and varies for size, other, varies in longer)
+        longer = enumerate(self.walk.longer(value))
+        return self.walk.state(value) == "shared" and all(
+            self.walk.is_same_along(value, dim) for dim, more in longer if more
+        )
 
     def _mixed(self, value: int, what: str) -> Mixed:
         cause = self.walk.cause.get(value, -1)
@@ -340,22 +358,29 @@ class SampleRun:
 
     def outputs(self) -> Apart:
         """The samples of all outputs. Raises `Mixed`."""
-        found: dict[str, tuple[Samples, BatchOutput | None]] = {}
         graph, walk = self.graph, self.walk
+        axes: dict[str, tuple[str, ...]] = {}
+        merges: dict[str, BatchOutput] = {}
+        shared = set()
         for path, value in zip(graph.calls[0].output_paths, graph.outputs, strict=True):
-            item, merge = walk.of(value), None
-            if not item.apart:
-                known = walk.merges.known.get(value)
-                assert known is not None
-                merge = BatchOutput(path=path, how=known.how)
-                if known.how == "weighted":
-                    labels = counted_labels(walk, known)
-                    if labels is None:
-                        raise self._mixed(value, "takes a mean over labels that are no input as it is given")
-                    place, ignored, skipped = labels
-                    merge = replace(merge, weights=self.paths[place], ignored=ignored, skipped=skipped)
-            found[path] = item, merge
-        return Apart(outputs=found, recorded=self.recorded)
+            if walk.state(value) != "mixed":
+                if walk.state(value) == "shared":
+                    shared.add(path)
+                    dims = range(len(walk.axes(value)))
+                    axes[path] = tuple("" if walk.is_same_along(value, dim) else "-" for dim in dims)
+                else:
+                    axes[path] = tuple(describe(axis, walk.batch) for axis in walk.axes(value))
+                continue
+            known = walk.merges.known.get(value)
+            assert known is not None
+            merges[path] = BatchOutput(path=path, how=known.how)
+            if known.how == "weighted":
+                labels = counted_labels(walk, known)
+                if labels is None:
+                    raise self._mixed(value, "takes a mean over labels that are no input as it is given")
+                place, ignored, skipped = labels
+                merges[path] = replace(merges[path], weights=self.paths[place], ignored=ignored, skipped=skipped)
+        return Apart(axes=axes, merges=merges, shared=frozenset(shared), recorded=self.recorded)
 
 
 def _check_switches(runs: Mapping[Padded, SampleRun], choices: Sequence[tuple[str, int]]) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.axes.samples import SHARED, Samples, fixed, samples
+from autoshard.axes.axis import Factor, covers, fresh, lose, size_of
+from autoshard.axes.batch_rules import axis_of
+from autoshard.axes.rules import Axes
 from autoshard.capture.graph import ModelGraph
 from autoshard.nested import replace_at, tensor_at
 from autoshard.plan.batching import BatchAxis, BatchInput, with_rows
@@ -102,31 +104,20 @@ def marked(
     return made
 
 
-def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, rows: int) -> dict[int, Samples]:
-    """The samples of the inputs of a run; `paths`: where each is among the arguments."""
+def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, leaf: Factor) -> dict[int, Axes]:
+    """The axes of the inputs of a run; `paths`: where each is among the arguments; `leaf`: its samples."""
     items = {item.path: item for item in batch.inputs}
     found = {}
     for place, value in enumerate(graph.inputs):
         shape = graph.values[value].shape
         item = items.get(paths[place])
-        owner = None if item is None else owner_of(shape[item.dim], with_rows(item.axis, rows), rows)
-        if item is None:
-            found[value] = fixed(shape)
-        elif owner is None:
-            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
-        else:
-            view = [1] * len(shape)
-            view[item.dim] = -1
-            found[value] = samples(shape, owner.view(view), True)
+        axes = [fresh(size) for size in shape]
+        for axis in axes:
+            lose(axis, "it is an input")
+        if item is not None:
+            axis = axis_of(with_rows(item.axis, leaf.size), leaf)
+            if not covers(axis, leaf) or size_of(axis) != shape[item.dim]:
+                raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
+            axes[item.dim] = axis
+        found[value] = tuple(axes)
     return found
-
-
-def owner_of(size: int, axis: str, rows: int) -> torch.Tensor | None:
-    """The sample of each place along an axis; None where one has none."""
-    owner = torch.full((size,), SHARED, dtype=torch.int32)
-    for row in range(rows):
-        index = torch.from_numpy(kept(axis, (1,) * rows, row))
-        if len(index) and int(index.max()) >= size:
-            return None
-        owner[index] = row
-    return None if bool((owner == SHARED).any()) else owner

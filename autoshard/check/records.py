@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.sample_walk import is_same
+from autoshard.axes.given import literals, plain
 from autoshard.capture.call_log import CallLog, TooManyOps
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import SMALL_FLOATS
-from autoshard.capture.graph import ModelGraph
+from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.capture.run import Find
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
 from autoshard.errors import CaptureError
@@ -119,6 +119,52 @@ def record_twice(question: "Question", batch: BatchAxis) -> RecordedSamples:
     return RecordedSamples(graph=graph, left=left, other=other, rows=ROWS + 1)
 
 
+# ---- two runs beside each other
+
+
+def first_difference(graph: ModelGraph, other: ModelGraph) -> tuple[int, str] | None:
+    """(op, what is there for a larger batch) where two runs part; None if they run the same ops."""
+    for mine, its in zip(graph.ops, other.ops, strict=False):
+        if mine.target != its.target or len(mine.inputs) != len(its.inputs) or mine.inputs != its.inputs:
+            return mine.index, name_of(its)
+    if len(graph.ops) != len(other.ops):
+        return min(len(graph.ops), len(other.ops)) - 1, "more of them" if len(graph.ops) < len(other.ops) else "the end"
+    return None
+
+
+def is_same(graph: ModelGraph, other: ModelGraph) -> bool:
+    """Whether two runs of as many samples do the same, with the same numbers."""
+    if first_difference(graph, other) is not None:
+        return False
+    mine, its = literals(graph), literals(other)
+    numbers = all(repr(plain(one)) == repr(plain(two)) for one, two in zip(graph.ops, other.ops, strict=True))
+    return numbers and mine.keys() == its.keys() and all(torch.equal(mine[value], its[value]) for value in mine)
+
+
+def first_uneven(graph: ModelGraph, other: ModelGraph, rows: tuple[int, int]) -> int | None:
+    """The first op whose sizes are no multiples of the rows and a rest, so that code looks how many there are.
+
+    `rows`: of the two runs of the same ops. 3 and 1,024 are sizes of them, 2 and 1,023 are; 4 and 16 are not.
+    """
+    for mine, its in zip(graph.ops, other.ops, strict=True):
+        if not _are_even(plain(mine), plain(its), rows):
+            return mine.index
+    return None
+
+
+def _are_even(first: Any, second: Any, rows: tuple[int, int]) -> bool:
+    """Whether two arguments are the same multiples. Others than integers are seen to differ by who follows the runs."""
+    if isinstance(first, list) and isinstance(second, list):
+        return len(first) == len(second) and all(
+            _are_even(mine, its, rows) for mine, its in zip(first, second, strict=True)
+        )
+    if any(not isinstance(item, int) or isinstance(item, bool) for item in (first, second)):
+        return True
+    each, left = divmod(second - first, rows[1] - rows[0])
+    rest = first - each * rows[0]
+    return not left and (each <= 0 or rest >= -each)  # a square of the rows has a rest far below 0
+
+
 # ---- what a forward leaves
 
 
@@ -213,7 +259,7 @@ def merges_of(recorded: RecordedSamples, batch: BatchAxis, apart: "Apart | None"
     for path, mine, its in zip(paths, recorded.graph.outputs, recorded.other.outputs, strict=True):
         value, other = recorded.graph.values[mine], recorded.other.values[its]
         same, floating = value.shape == other.shape, value.dtype.is_floating_point
-        item, merge = apart.outputs[path] if apart is not None else (None, None)
+        merge = apart.merges.get(path) if apart is not None else None
         divided = sorted(
             _divided(path, value.shape, other.shape, recorded.rows),
             key=lambda way: (way.path, way.dim, with_rows(way.axis, 1)) not in hints,
@@ -221,9 +267,9 @@ def merges_of(recorded: RecordedSamples, batch: BatchAxis, apart: "Apart | None"
         ways = [way for way in divided if apart is None or (merge is None and apart.permits(way))]
         if same and merge is not None and (floating or merge.how == "sum"):
             ways = [merge]
-        elif same and item is not None and item.shared:
+        elif same and apart is not None and path in apart.shared:
             ways = [BatchOutput(path=path, how="same")]
-        elif same and item is None and floating and not ways:
+        elif same and apart is None and floating and not ways:
             ways = [BatchOutput(path=path, how="mean")]
         if not ways:
             raise Mixed(f"{path or 'its output'} is not made of what parts give as its ops would")

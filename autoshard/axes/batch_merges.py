@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from autoshard.axes import rules, sample_rules
+from autoshard.axes import rules
+from autoshard.axes.axis import covers
+from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of, origin, written_storages
 from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
-from autoshard.axes.rules import dims_of, names
-from autoshard.axes.samples import SHARED, Samples, combine, join, reduce, samples
+from autoshard.axes.rules import Axes, broadcast, dims_of, names
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 
 if TYPE_CHECKING:
-    from autoshard.axes.sample_walk import SampleWalk
+    from autoshard.axes.batch_walk import BatchWalk, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,44 +59,42 @@ LINEAR = names(rules.same) | RESHAPES | MOVES | {
 class Merges:
     """The merges of the values of a walk."""
 
-    def __init__(self, walk: "SampleWalk") -> None:
+    def __init__(self, walk: "BatchWalk") -> None:
         self.walk = walk
         self.known: dict[int, Merged] = {}
 
-    def step(self, op: Op, given: Sequence[Samples], made: Sequence[Samples]) -> None:
-        """Follow one op; `given` and `made` are the samples of what it read and of what it makes."""
-        found = None
-        if any(not item.apart for item in made) and len(op.outputs) > 0:
-            found = self._of(op, given, made)
+    def step(self, op: Op, given: Sequence["State"], made: Sequence["State"]) -> None:
+        """Follow one op; `given` and `made` are the states of what it read and of what it makes."""
+        found = self._of(op, given) if "mixed" in made else None
         graph = self.walk.graph
         for written in op.mutates:
             storage = graph.values[written].storage
             for value in [value for value in self.known if graph.values[value].storage == storage]:
                 del self.known[value]
-        for value, item in zip(op.outputs, made, strict=True):
-            if found is not None and not item.apart:
+        for value, state in zip(op.outputs, made, strict=True):
+            if found is not None and state == "mixed":
                 self.known[value] = found
 
-    def _of(self, op: Op, given: Sequence[Samples], made: Sequence[Samples]) -> Merged | None:
+    def _of(self, op: Op, given: Sequence["State"]) -> Merged | None:
         name = name_of(op)
         if name in ("div", "divide", "div_", "mul", "multiply", "mul_"):
             return self._scaled(op, given, name)
         if self.walk.resized(op):
             return None
-        merges = {self.known.get(value) for value, item in zip(op.inputs, given, strict=True) if not item.shared}
+        merges = {self.known.get(value) for value, state in zip(op.inputs, given, strict=True) if state != "shared"}
         if name in ("sum", "mean") and not any(value in self.known for value in op.inputs):
-            return self._reduced(op, given[0], mean=name == "mean")
+            return self._over(op.inputs[0], arguments_of(op).get("dim"), mean=name == "mean")
         if name in LOSSES or name in CLASSES:
             return self._loss(op, given, name)
         if len(merges) != 1 or None in merges:
             return None
         (merge,) = merges
-        shared = [item for item in given if item.shared]
+        shared = "shared" in given
         if name in ("add", "add_", "sub", "sub_"):
             return (
                 merge if merge is not None and (not (shared or self._adds_number(op)) or merge.how != "sum") else None
             )
-        return merge if name in LINEAR and not shared and len(made) == 1 and not self._rounds(op) else None
+        return merge if name in LINEAR and not shared and len(op.outputs) == 1 and not self._rounds(op) else None
 
     def _rounds(self, op: Op) -> bool:
         """Whether an op makes whole numbers of others, or answers of numbers."""
@@ -106,7 +105,7 @@ class Merges:
         assert op.node is not None
         return any(isinstance(item, (int, float)) for item in op.node.args[:2])
 
-    def _scaled(self, op: Op, given: Sequence[Samples], name: str) -> Merged | None:
+    def _scaled(self, op: Op, given: Sequence["State"], name: str) -> Merged | None:
         """A merged tensor times, or by, what depends on no sample; a sum by how many elements there are is a mean."""
         known = [self.known.get(value) for value in op.inputs]
         divides = name.startswith("div")
@@ -124,8 +123,8 @@ class Merges:
         ):
             return Merged(how="mean")
         merged = [merge for merge in known if merge is not None]
-        rest = [item for merge, item in zip(known, given, strict=True) if merge is None]
-        if len(merged) != 1 or any(not item.shared for item in rest):
+        rest = [state for merge, state in zip(known, given, strict=True) if merge is None]
+        if len(merged) != 1 or any(state != "shared" for state in rest):
             return None
         if not self.walk.resized(op):
             return merged[0]
@@ -160,46 +159,46 @@ class Merges:
         last = op.node.args[1] if len(op.node.args) == 2 and not op.node.kwargs else None
         return last if isinstance(last, (int, float)) else None
 
-    def _reduced(self, op: Op, item: Samples, *, mean: bool) -> Merged | None:
-        return self._over(item, arguments_of(op).get("dim"), mean=mean)
-
-    def _over(self, item: Samples, dim: Any, *, mean: bool) -> Merged | None:
+    def _over(self, value: int, dim: Any, *, mean: bool) -> Merged | None:
         """A sum or a mean over dimensions of a tensor all of whose elements belong to a sample."""
-        if not bool((item.owner >= 0).all()) or 0 in item.shape or self.walk.is_entries(item):
+        axes = self.walk.axes(value)
+        dims = dims_of(dim, len(axes)) if axes else []
+        along = any(covers(axes[d], self.walk.batch) for d in dims)
+        if self.walk.state(value) != "apart" or not along or self._grows(value, dims):
             return None
-        if not mean:
-            return Merged(how="sum")
-        dims = dims_of(dim, len(item.shape))
-        counted = torch.stack([(item.full() == row).sum(dims) for row in range(self.walk.rows)])
-        return Merged(how="mean") if bool((counted == counted.flatten()[0]).all()) else None
+        return Merged(how="mean" if mean else "sum")
 
-    def _loss(self, op: Op, given: Sequence[Samples], name: str) -> Merged | None:
+    def _grows(self, value: int, dims: Sequence[int]) -> bool:
+        """Whether a sample has more elements along some dimensions for a larger batch."""
+        axes, longer = self.walk.axes(value), self.walk.longer(value)
+        return any(longer[d] and not covers(axes[d], self.walk.batch) for d in dims)
+
+    def _loss(self, op: Op, given: Sequence["State"], name: str) -> Merged | None:
         arguments = arguments_of(op)
         reduction = arguments.get("reduction", MEAN)
-        if reduction not in (MEAN, SUM) or any(not item.apart for item in given):
+        if reduction not in (MEAN, SUM) or "mixed" in given:
             return None
-        shapes = [item.shape for item in given]
-        if name in LOSSES:
-            each = combine(given, torch.broadcast_shapes(*shapes))
-            return self._over(each, None, mean=reduction == MEAN)
-        x, target = given[0], given[1]
-        classes = reduce(x.owner, [1 if len(x.shape) > 1 else 0])
-        dtype = self.walk.graph.values[op.inputs[1]].dtype
-        if dtype.is_floating_point or len(given) > 2 or len(x.shape) < 2 or target.shape != (x.shape[0], *x.shape[2:]):
+        if any(self._grows(value, range(len(self.walk.axes(value)))) and state == "apart"
+               for value, state in zip(op.inputs, given, strict=True)):  # fmt: skip
             return None
-        ignored = int(arguments.get("ignore_index", -100))
-        weighted = Merged(how="weighted", labels=(op.inputs[1], ignored))
-        if bool((target.owner == SHARED).any()) and any(target.varies) and counted_labels(self.walk, weighted) is None:
-            return None  # labels that say which place in the batch a row has, and not which do not count
-        each = samples(target.shape, join(target.owner, classes.squeeze(1)))
-        if not bool((each.owner >= 0).all()) or self.walk.is_entries(each):
+        axes = [self.walk.axes(value) for value in op.inputs]
+        shapes = [self.walk.graph.values[value].shape for value in op.inputs]
+        if name in CLASSES:
+            x, target = shapes[:2]
+            dtype = self.walk.graph.values[op.inputs[1]].dtype
+            if dtype.is_floating_point or len(given) > 2 or len(x) < 2 or target != (x[0], *x[2:]):
+                return None
+            axes[0], shapes[0] = (axes[0][0], *axes[0][2:]), target
+        made: list[Axes] = []
+        mixed = self.walk.mixes(lambda: made.append(broadcast(self.walk.walk, axes, shapes)))
+        if mixed or not any(covers(axis, self.walk.batch) for axis in made[0]):
             return None
-        if reduction == SUM:
-            return Merged(how="sum")
-        return weighted
+        if reduction == SUM or name in LOSSES:
+            return Merged(how="sum" if reduction == SUM else "mean")
+        return Merged(how="weighted", labels=(op.inputs[1], int(arguments.get("ignore_index", -100))))
 
 
-def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | None:
+def counted_labels(walk: "BatchWalk", merge: Merged) -> tuple[int, int, int] | None:
     """(place in `graph.inputs`, number that does not count, how many of the first are left out) of a weighted merge.
 
     The elements of what the loss compares with must be those of an input, each once, in any order, and numbers that do
@@ -225,7 +224,7 @@ def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | 
         op = graph.ops[graph.values[value].op]
         assert op.node is not None
         name = name_of(op)
-        if name not in sample_rules.SAME | RESHAPES | MOVES | JOINS:
+        if name not in SAME | RESHAPES | MOVES | JOINS:
             return None
         if name in ("to", "_to_copy", "type_as", "dropout", "bernoulli"):
             if name not in ("to", "_to_copy") or graph.values[value].dtype not in (torch.int64, torch.int32):
@@ -245,18 +244,17 @@ def counted_labels(walk: "SampleWalk", merge: Merged) -> tuple[int, int, int] | 
     return None
 
 
-def is_so_much_per_row(walk: "SampleWalk", value: int) -> bool:
+def is_so_much_per_row(walk: "BatchWalk", value: int) -> bool:
     """Whether a number is a sum over rows of which each adds the same, whatever they are."""
     graph = walk.graph
     op = _converted(graph, value)
     if op is None or name_of(op) != "sum" or len(op.inputs) != 1 or graph.values[op.outputs[0]].shape or op.mutates:
         return False
     source = op.inputs[0]
-    item, counts = walk.of(source), walk.rules.counts.get(source, ())
     mine, other = (torch.Size(one.values[source].shape).numel() for one in (graph, walk.other))
-    if not item.shared or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
+    if walk.state(source) != "shared" or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
         return False
-    if any(longer and flag for longer, flag in zip(counts, item.varies, strict=True)):
+    if any(longer and not walk.is_same_along(source, dim) for dim, longer in enumerate(walk.longer(source))):
         return False
     return _is_never_drawn(graph, _unordered(walk, source))
 
@@ -266,7 +264,7 @@ def _converted(graph: ModelGraph, value: int) -> Op | None:
     return maker_of(graph, origin(graph, value, "to", "_to_copy", "alias", "detach"))
 
 
-def _unordered(walk: "SampleWalk", value: int) -> int:
+def _unordered(walk: "BatchWalk", value: int) -> int:
     """The table whose elements along a dimension a value has in another order in each row; else the value."""
     graph = walk.graph
     op = maker_of(graph, value)
@@ -281,7 +279,7 @@ def _unordered(walk: "SampleWalk", value: int) -> int:
     if not isinstance(dim, int) or not isinstance(along, int) or isinstance(along, bool) or not shape:
         return value
     same = graph.values[index].shape == shape and along % len(shape) == dim % len(shape)
-    longer = walk.rules.counts.get(table, (False,) * len(shape))
+    longer = walk.longer(table)
     written = written_storages(graph)
     kept = graph.values[index].storage not in written and graph.values[value].storage not in written
     return table if same and kept and not longer[dim % len(shape)] and order.outputs[-1] != table else value

@@ -1,0 +1,112 @@
+"""Rules of ops for the axis of the batch, where they say more than those for cuts, and kinds of ops.
+
+A cut has to draw a mask once for all ranks, and knows no shares of a loss; parts of a batch draw their own.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
+from autoshard.axes.axis import Axis, Cat, Factor, fresh, lose
+from autoshard.axes.reshaping import RESHAPES, constant, expanded
+from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, names, pointwise
+
+FILLED = frozenset({
+    "zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
+    "ones_like", "full_like", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted", "zero_",
+    "rand", "randn", "randint", "rand_like", "randn_like", "randint_like", "normal_", "uniform_", "bernoulli_",
+    "exponential_", "normal",
+})  # fmt: skip
+"""Ops whose elements are one number, or drawn alike for all places."""
+SAME = names(rules.same, rules.dropout, rules.noise, rules.rrelu) | {"bernoulli", "requires_grad_"}
+SIZED = FILLED | RESHAPES | {"expand", "broadcast_to", "repeat", "tile", "repeat_interleave", "pad", "constant_pad_nd"}
+"""Ops to which lists of numbers say how large a tensor is."""
+SHAPED_LIKE = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
+"""Ops that ask nothing of a second tensor but its shape or its type."""
+
+
+def _same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+    return [x.axes] * len(walk.shapes)
+
+
+def _filled(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | None:
+    """One number, or numbers that are drawn in the same way for each place: not around those of a tensor."""
+    return None if walk.name == "normal" and args and isinstance(args[0], Seen) else constant(walk)
+
+
+def _attention(walk: Context, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+    """What is dropped is drawn for each element."""
+    args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+    return RULES[aten.scaled_dot_product_attention](walk, *args, **kwargs)
+
+
+def _diagonal(walk: Context, x: Seen, offset: int = 0, dim1: int = 0, dim2: int = 1) -> list[Sequence[Axis | None]]:
+    gone = {dim1 % len(x.shape), dim2 % len(x.shape)}
+    walk.block([x.axes[d] for d in gone], "its diagonal is taken")
+    return [(*(axis for d, axis in enumerate(x.axes) if d not in gone), None)]
+
+
+def _recurrent(walk: Context, x: Seen, state: Any, parameters: Any, biases: bool, layers: int, dropout: float,
+               train: bool, both: bool, batch_first: bool) -> list[Sequence[Axis | None]] | None:  # fmt: skip
+    """(batch, time, …) or (time, batch, …), and states (layers, batch, …); packed sequences are not known."""
+    if not isinstance(batch_first, bool) or len(x.shape) != 3:
+        return None
+    batch, time = (0, 1) if batch_first else (1, 0)
+    for given in state if isinstance(state, (list, tuple)) else [state]:
+        walk.unify(x.axes[batch], given.axes[1])
+        walk.block([given.axes[0], given.axes[2]])
+    walk.block([x.axes[time], x.axes[2]], "one step follows another")
+    rows: list[Axis | None] = [None, None, None]
+    rows[batch] = x.axes[batch]
+    return [rows, *[(None, x.axes[batch], None)] * 2]
+
+
+def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: int = 1, *args: Any,
+          **kwargs: Any) -> list[Axes] | None:  # fmt: skip
+    """One loss per target; classes are dimension 1, or the only one."""
+    if reduction or x.shape == target.shape or not target.shape:
+        return None
+    walk.block([x.axes[1]], "normalised along it")
+    for d, axis in enumerate(target.axes):
+        walk.unify(axis, x.axes[d if d == 0 else d + 1])
+    return [target.axes]
+
+
+TABLE: Mapping[Any, Rule] = {
+    **RULES,
+    **{getattr(aten, name): _same for name in SAME},
+    **{getattr(aten, name): _same if name.endswith("_") else _filled for name in FILLED},
+    **{getattr(aten, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
+    aten.scaled_dot_product_attention: _attention,
+    aten.diagonal: _diagonal,
+    aten.expand_as: expanded,
+    aten.copy_: pointwise,
+}
+
+
+def axis_of(text: str, leaf: Factor) -> Axis:
+    """The axis that a plan writes "2x*8x3" or "(*8x2|*8)": the starred factors are the leaf, all others are lost."""
+    made: list[Factor | Cat] = []
+    for part in _divided(text, "x"):
+        if part.startswith("*"):
+            made.append(leaf)
+        elif part.startswith("("):
+            made.append(Cat(axis_of(one, leaf) for one in _divided(part[1:-1], "|")))
+        else:
+            other = fresh(int(part))
+            lose(other, "it is no dimension of the batch")
+            made += other
+    return tuple(made)
+
+
+def _divided(text: str, by: str) -> list[str]:
+    """The parts of a text between separators that are in no brackets."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == by and not depth:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return parts

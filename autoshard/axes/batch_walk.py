@@ -1,0 +1,325 @@
+"""The batch among the axes of all tensors of one run, op by op, in the order in which they ran.
+
+    tokens [b, S] ─▶ embedding ─▶ [b, S, d] ─▶ … ─▶ logits [b, S, V]      one factor b: every slice of it is a sample's
+
+A tensor with the factor has it once, and each slice depends on that sample alone. What an op does along it (`block`,
+`contract`, a part of it, a pairing with what differs from place to place) mixes samples, and what is made of that is
+mixed. All other axes from outside are lost: of a tensor without samples, an axis that is not lost is one along which it
+is the same everywhere. Two runs of the same ops are followed, of which one has more samples: sizes tell in both whether
+the factor is where it is said to be. No value of a weight, a buffer or an activation is asked.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from autoshard.axes.axis import Axis, Cat, Factor, covers, fresh, leaves, local_size, lose, resolve, size_of, times
+from autoshard.axes.batch_merges import Merges
+from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED, TABLE
+from autoshard.axes.contents import Contents, has_constant_bound, paired, part_dim
+from autoshard.axes.given import arguments_of, literals, plain
+from autoshard.axes.rules import Axes, Seen
+from autoshard.axes.sound import Sound
+from autoshard.axes.walk import AxisWalk
+from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.torch_private import OpOverload
+
+State = Literal["shared", "apart", "mixed"]
+"""Of a tensor: no sample decides anything of it; each slice of the factor belongs to one sample; anything else."""
+SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "unique",
+                             "unique_dim", "unique_consecutive", "_unique2"})  # fmt: skip
+"""Ops that make tensors as large as values say."""
+
+
+@dataclass(slots=True)
+class _Axes(AxisWalk):
+    """A walk that knows numbers which code alone decides, in both runs.
+
+    `known`: indices of the present op that pick the same of every sample, whatever made them.
+    """
+
+    table: Mapping[Any, Any] = field(default_factory=lambda: TABLE)
+    contents: tuple[Contents, ...] = ()
+    rows: tuple[int, int] = (0, 0)
+    known: set[int] = field(default_factory=set)
+
+    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
+        made = paired(resolve(axis), [contents.of(index.value) for contents in self.contents], self.rows)
+        if made is not None:
+            self.known.add(index.value)
+        return made
+
+
+class BatchWalk:
+    """What every value of a graph has of the samples.
+
+    Attributes:
+        other: the same forward with a larger batch, which runs the same ops; `rows`, `other_rows`: of how many.
+        batch: the factor of the samples; `axes`: of all values, with it.
+        counts: by value, which of its dimensions are longer for a larger batch.
+        cause: by mixed value, the op that first mixed samples, -1 for one from outside.
+        merges: how values that several samples decide are made of those of parts, where that is known.
+        sized: ops that make tensors whose sizes depend on values of the batch, which Python may look at.
+        placed: ops that write into a part of the batch by its place in it.
+        written: (op, value) of parameters, buffers and inputs that were written with what depends on the batch.
+    """
+
+    def __init__(
+        self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Axes], batch: Factor, rows: tuple[int, int]
+    ) -> None:
+        self.graph, self.other, self.batch = graph, other, batch
+        self.rows, self.other_rows = rows
+        self.counts = _counts(graph, other)
+        self.cause: dict[int, int] = {}
+        self.sized: list[int] = []
+        self.placed: list[int] = []
+        self.written: list[tuple[int, int]] = []
+        self.contents = Contents(graph, self.counts), Contents(other, self.counts)
+        self.walk = _Axes(graph, contents=self.contents, rows=rows)
+        self.walk.axes.update(inputs)
+        self.rigid = [batch]
+        self._states: dict[int, State] = {}
+        self._sharing: dict[int, list[int]] = {}
+        for value in inputs:
+            self._enter(value, "apart" if self.has_batch(value) else "shared")
+        self._resizes = {
+            mine.index for mine, its in zip(graph.ops, other.ops, strict=True) if repr(plain(mine)) != repr(plain(its))
+        }  # NaN is not equal to itself
+        self._parts: set[int] = set()
+        self._others = literals(other)
+        self.sound = Sound(self)
+        self.merges = Merges(self)
+
+    # ---- what is known
+
+    def state(self, value: int) -> State:
+        """What a value has of the samples now; weights, tables and numbers in the code depend on none."""
+        if value not in self._states:
+            self._enter(value, self._from_outside(value))
+        return self._states[value]
+
+    def _enter(self, value: int, state: State) -> None:
+        if value not in self._states:
+            self._sharing.setdefault(self.graph.values[value].storage, []).append(value)
+        self._states[value] = state
+
+    def axes(self, value: int) -> Axes:
+        """The axes of a value as far as they are known now."""
+        if value not in self.walk.axes:
+            self.state(value)
+        return tuple(map(resolve, self.walk.axes[value]))
+
+    def has_batch(self, value: int) -> bool:
+        """Whether all of a tensor is divided by the batch: each element belongs to a sample."""
+        return any(covers(axis, self.batch) for axis in self.axes(value))
+
+    def longer(self, value: int) -> tuple[bool, ...]:
+        """Which dimensions of a value are longer for a larger batch."""
+        return self.counts.get(value) or (False,) * len(self.graph.values[value].shape)
+
+    def is_same_along(self, value: int, dim: int) -> bool:
+        """Whether a value that depends on no sample is the same everywhere along a dimension."""
+        return all(not leaf.lost for leaf in leaves(self.axes(value)[dim]))
+
+    def resized(self, op: Op) -> bool:
+        """Whether the numbers among the arguments of an op are others for a larger batch."""
+        return op.index in self._resizes
+
+    def _from_outside(self, value: int) -> State:
+        row = self.graph.values[value]
+        made = tuple(fresh(size) for size in row.shape)
+        for axis in made:
+            lose(axis, "it comes from outside")
+        self.walk.axes[value] = made
+        mine, its = self.contents[0].literals.get(value), self._others.get(value)
+        same = mine is None or its is None or torch.equal(mine, its)
+        if row.shape == self.other.values[value].shape and same:
+            return "shared"
+        self.cause.setdefault(value, -1)
+        return "mixed"
+
+    # ---- one op
+
+    def step(self, op: Op) -> None:
+        """Follow one op."""
+        given = [self.state(value) for value in op.inputs]
+        states = self.sound.results(op)
+        if states is None:
+            states = self._ruled(op, given)
+            if self._is_sized(op) and any(state != "shared" for state in given):
+                self.sized.append(op.index)
+        self.merges.step(op, given, states)
+        self._parts.update(value for value in op.outputs if self._is_view_of(value, op, self._parts))
+        if not self._parts.isdisjoint(op.mutates):
+            self.placed.append(op.index)
+        for value in op.mutates:
+            if value not in op.outputs:
+                self._write(op, value, "mixed" if any(state != "shared" for state in given) else "shared")
+        for value, state in zip(op.outputs, states, strict=True):
+            if state == "mixed" and value not in self.cause:
+                before = [self.cause[one] for one in op.inputs if one in self.cause]
+                self.cause[value] = before[0] if before else op.index
+            if value in op.mutates:
+                self._write(op, value, state)
+            else:
+                self._enter(value, state)
+
+    def mixes(self, act: Any) -> bool:
+        """Whether what is done to axes along the way mixes samples, or entries."""
+        act()
+        found = any(leaf.lost for leaf in self.rigid)
+        for leaf in self.rigid:
+            leaf.lost = ""
+        return found
+
+    def _ruled(self, op: Op, given: Sequence[State]) -> list[State]:
+        """The states of what an op makes, by the rule of its axes."""
+        walk, name = self.walk, name_of(op)
+        walk.blocks.clear()
+        walk.contractions.clear()
+        walk.known.clear()
+        placed = self._is_by_place(op)  # asked before the op may bind axes
+        resized = self._resized(op, name)
+        mixed = self.mixes(lambda: walk.run(op))
+        if name in FILLED and (name != "normal" or not given):
+            return ["mixed" if resized else "shared"] * len(op.outputs)
+        if placed:
+            self._parts.update(op.outputs)
+        asked = zip(op.inputs, given, strict=True)
+        if name in ("copy_", "fill_"):
+            asked = [*asked][1:]
+        elif name in SHAPED_LIKE:
+            asked = [*asked][:1]
+        states = {state for value, state in asked if value not in walk.known}
+        if mixed or resized or placed or "mixed" in states or self._works_on_all(op):
+            return ["mixed"] * len(op.outputs)
+        return [self.made("apart" in states, value) for value in op.outputs]
+
+    def made(self, of_samples: bool, value: int) -> State:
+        """The state of a value that nothing has mixed, by where its axes have the factor, and by its sizes."""
+        axes, its = self.axes(value), self.other.values[value].shape
+        found = sum(map(times, axes))
+        slices = {self.batch: self.other_rows}
+        for axis, size in zip(axes, its, strict=True):
+            if times(axis, self.batch) and local_size(axis, slices) != size:
+                return "mixed"
+        return "shared" if not of_samples else "apart" if found == 1 else "mixed"
+
+    def _works_on_all(self, op: Op) -> bool:
+        """Whether an op works along a dimension that is longer for a larger batch, or sums over the batch."""
+        acted = [axis for _, axis in self.walk.blocks] + [one.axis for one in self.walk.contractions]
+        touched = {leaf for axis in acted for leaf in leaves(axis)}
+        longer = {
+            leaf
+            for value in op.inputs if value in self.counts
+            for axis, more in zip(self.axes(value), self.counts[value], strict=True)
+            if more and not times(axis)
+            for leaf in leaves(axis)
+        }  # fmt: skip
+        return not touched.isdisjoint({*self.rigid, *longer})
+
+    def _is_by_place(self, op: Op) -> bool:
+        """Whether an op takes a part of what is longer for a larger batch by its place in it."""
+        if not op.inputs or op.inputs[0] not in self.counts:
+            return False
+        source = op.inputs[0]
+        axes, counts = self.axes(source), self.longer(source)
+        dim = part_dim(op, len(axes))
+        if dim is None or not counts[dim]:
+            return False
+        has = times(axes[dim], self.batch) > 0
+        if not has:
+            return not self.is_same_along(source, dim)
+        return (not self.resized(op) and has_constant_bound(op, counts)) or not self._begins_alike(op, axes[dim])
+
+    def _begins_alike(self, op: Op, axis: Axis) -> bool:
+        """Whether a part of a concatenation with the batch begins at the same segment in both runs."""
+        if name_of(op) not in ("slice", "narrow", "select") or not any(isinstance(one, Cat) for one in axis):
+            return True
+        slices, starts = {self.batch: self.other_rows}, []
+        for one, size in zip((op, self.other.ops[op.index]), (size_of(axis), local_size(axis, slices)), strict=True):
+            at = arguments_of(one).get("index" if name_of(op) == "select" else "start") or 0
+            starts.append(at + size if at < 0 else min(at, size))
+        major, minor = axis[0], size_of(axis[1:])
+        if not isinstance(major, Cat) or times(axis[1:]) or starts[0] % minor:
+            return False
+        at = its = 0
+        for segment in major.segments:
+            if at >= starts[0] // minor:
+                break
+            at, its = at + size_of(segment), its + local_size(segment, slices)
+        return at * minor == starts[0] and its * minor == starts[1]
+
+    def _resized(self, op: Op, name: str) -> bool:
+        """Whether an op is given other numbers for a larger batch that are no sizes and no ends of parts."""
+        if not self.resized(op):
+            return False
+        alike = _scalars(plain(op)) == _scalars(plain(self.other.ops[op.index]))
+        if name in SIZED and (alike or name == "repeat_interleave"):
+            return False
+        dim = part_dim(op, len(self.graph.values[op.inputs[0]].shape)) if op.inputs else None
+        if dim is None:
+            return True
+        source = op.inputs[0]
+        if self.state(source) == "shared":
+            return not self.is_same_along(source, dim)
+        mine, its = arguments_of(op), arguments_of(self.other.ops[op.index])
+        along = times(self.axes(source)[dim], self.batch) > 0
+        return not along and (name != "slice" or mine["start"] != its["start"] or mine["step"] != its["step"])
+
+    def _is_sized(self, op: Op) -> bool:
+        """Whether values decide how large the results of an op are."""
+        name, graph = name_of(op), self.graph
+        if name in ("index", "_unsafe_index"):
+            return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
+        if name == "one_hot":
+            assert op.node is not None
+            return [*op.node.args[1:2], *op.node.kwargs.values()] in ([], [-1])
+        if isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
+            return True
+        if name == "repeat_interleave":
+            return len(op.inputs) > 1 or not op.inputs
+        return name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1)
+
+    # ---- memory that is shared
+
+    def _is_view_of(self, value: int, op: Op, values: Iterable[int]) -> bool:
+        storage = self.graph.values[value].storage
+        return any(one in values and self.graph.values[one].storage == storage for one in op.inputs)
+
+    def _write(self, op: Op, value: int, state: State) -> None:
+        """Enter what a value is after it was written, and what others are that share its memory."""
+        graph = self.graph
+        storage = graph.values[value].storage
+        depends = state != "shared" or any(self.state(one) != "shared" for one in op.inputs if one != value)
+        if graph.storages[storage].kind in ("parameter", "buffer", "input") and depends:
+            self.written.append((op.index, value))
+        mine = {leaf for axis in self.axes(value) for leaf in leaves(axis)}
+        for other in self._sharing.get(storage, ()):
+            if other == value or graph.values[other].died <= op.index:
+                continue
+            for axis in self.axes(other):
+                for leaf in leaves(axis):
+                    if leaf not in mine and not leaf.rigid:
+                        lose((leaf,), "a part of it is written")
+            if state == "mixed" or (state == "apart" and self.made(True, other) == "mixed"):
+                self._states[other] = "mixed"
+                self.cause.setdefault(other, self.cause.get(value, op.index))
+            elif state == "apart" and self._states[other] == "shared":
+                self._states[other] = "apart"
+        self._enter(value, state)
+
+
+def _counts(graph: ModelGraph, other: ModelGraph) -> dict[int, tuple[bool, ...]]:
+    """Which dimensions of each value are longer for a larger batch."""
+    return {
+        index: tuple(left != right for left, right in zip(mine.shape, its.shape, strict=False))
+        for index, (mine, its) in enumerate(zip(graph.values, other.values, strict=False))
+        if mine.shape != its.shape
+    }
+
+
+def _scalars(numbers: Iterable[Any]) -> list[Any]:
+    return [item for item in numbers if not isinstance(item, list)]
