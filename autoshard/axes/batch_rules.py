@@ -4,12 +4,15 @@ A cut has to draw a mask once for all ranks, and knows no shares of a loss; part
 """
 
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
+
+import torch
 
 from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
 from autoshard.axes.axis import Axis, Cat, Factor, fresh, lose
 from autoshard.axes.reshaping import RESHAPES, constant, expanded
-from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, names, pointwise
+from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
 
 FILLED = frozenset({
     "zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
@@ -46,6 +49,15 @@ def _diagonal(walk: Context, x: Seen, offset: int = 0, dim1: int = 0, dim2: int 
     return [(*(axis for d, axis in enumerate(x.axes) if d not in gone), None)]
 
 
+def _index_put(walk: Context, x: Seen, indices: Sequence[Seen | None], source: Seen, *args: Any) -> Any:
+    """One number, where a mask says so, is written element by element."""
+    mask = indices[0]
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or prod(source.shape) != 1:
+        return RULES[aten.index_put](walk, x, indices, source, *args)
+    more = len(x.shape) - len(mask.shape)
+    return [broadcast(walk, [x.axes, (*mask.axes, *[()] * more)], [x.shape, (*mask.shape, *[1] * more)])]
+
+
 def _recurrent(walk: Context, x: Seen, state: Any, parameters: Any, biases: bool, layers: int, dropout: float,
                train: bool, both: bool, batch_first: bool) -> list[Sequence[Axis | None]] | None:  # fmt: skip
     """(batch, time, …) or (time, batch, …), and states (layers, batch, …); packed sequences are not known."""
@@ -76,6 +88,7 @@ TABLE: Mapping[Any, Rule] = {
     **RULES,
     **{getattr(aten, name): _same for name in SAME},
     **{getattr(aten, name): _same if name.endswith("_") else _filled for name in FILLED},
+    **{getattr(aten, name): _index_put for name in ("index_put", "index_put_", "_index_put_impl_")},
     **{getattr(aten, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
     **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
     aten.scaled_dot_product_attention: _attention,

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import prod
 from typing import Any
 
 import torch
@@ -335,12 +334,7 @@ def _index_add(walk: Context, x: Seen, dim: int, index: Seen, source: Any = None
 
 @rule("index_put", "index_put_", "_index_put_impl_")
 def _index_put(walk: Context, x: Seen, indices: Sequence[Seen | None], source: Seen, *args: Any) -> list[Axes] | None:
-    """A rank that has some of the indices only would leave what the others write. One number, where a mask says so, is
-    written element by element."""
-    mask = indices[0]
-    if len(indices) == 1 and mask is not None and mask.dtype is torch.bool and prod(source.shape) == 1:
-        return [broadcast(walk, [x.axes, (*mask.axes, *[()] * (len(x.shape) - len(mask.shape)))],
-                          [x.shape, (*mask.shape, *[1] * (len(x.shape) - len(mask.shape)))])]  # fmt: skip
+    """A rank that has some of the indices only would leave what the others write."""
     place = _picked(walk, x, indices)
     if place is None:
         return None

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.axes.axis import Axis, Factor, covers, describe, leaves
-from autoshard.axes.groups import _times
+from autoshard.axes.axis import Axis, Factor, covers, describe, leaves, times
 from autoshard.axes.walk import AxisWalk, Contraction
 from autoshard.capture.graph import Op
 from autoshard.capture.traits import tensors_of
@@ -99,7 +98,7 @@ class Trial:
             leaf.size > 1
             and not leaf.lost
             and all(covers(axis, leaf) for axis in sums)
-            and not any(sum(_times(axis, leaf) for axis in axes) > 1 for axes in self.walk.axes.values())
+            and not any(sum(times(axis, leaf) for axis in axes) > 1 for axes in self.walk.axes.values())
         )
 
     def leaves(self) -> list[Factor]:
