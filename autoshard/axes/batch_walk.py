@@ -37,18 +37,17 @@ SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_sel
 class _Axes(AxisWalk):
     """A walk that knows numbers which code alone decides, in both runs.
 
-    `known`: indices of the present op that pick the same of every sample, whatever made them.
+    `known`: indices of the present op, and whether they pick the same of every sample, whatever made them.
     """
 
     table: Mapping[Any, Any] = field(default_factory=lambda: TABLE)
     contents: tuple[Contents, ...] = ()
     rows: tuple[int, int] = (0, 0)
-    known: set[int] = field(default_factory=set)
+    known: dict[int, bool] = field(default_factory=dict)
 
     def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
         made = paired(resolve(axis), [contents.of(index.value) for contents in self.contents], self.rows)
-        if made is not None:
-            self.known.add(index.value)
+        self.known[index.value] = self.known.get(index.value, True) and made is not None
         return made
 
 
@@ -192,7 +191,7 @@ class BatchWalk:
             asked = [*asked][1:]
         elif name in SHAPED_LIKE:
             asked = [*asked][:1]
-        states = {state for value, state in asked if value not in walk.known}
+        states = {state for value, state in asked if not walk.known.get(value)}
         if mixed or resized or placed or "mixed" in states or self._works_on_all(op):
             return ["mixed"] * len(op.outputs)
         return [self.made("apart" in states, value) for value in op.outputs]
