@@ -11,7 +11,7 @@ import torch
 
 from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
 from autoshard.axes.axis import Axis, Cat, Factor, fresh, lose
-from autoshard.axes.reshaping import RESHAPES, constant, expanded
+from autoshard.axes.reshaping import RESHAPES, constant
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
 
 FILLED = frozenset({
@@ -32,7 +32,7 @@ def _same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [x.axes] * len(walk.shapes)
 
 
-def _filled(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | None:
+def _filled(walk: Context, *args: Any, **kwargs: Any) -> Any:
     """One number, or numbers that are drawn in the same way for each place: not around those of a tensor."""
     return None if walk.name == "normal" and args and isinstance(args[0], Seen) else constant(walk)
 
@@ -93,7 +93,6 @@ TABLE: Mapping[Any, Rule] = {
     **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
     aten.scaled_dot_product_attention: _attention,
     aten.diagonal: _diagonal,
-    aten.expand_as: expanded,
     aten.copy_: pointwise,
 }
 

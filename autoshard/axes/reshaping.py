@@ -247,7 +247,7 @@ def _picked(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> Axes | No
         return tuple(_listed(walk, x, d, tensors[0].numbers) if d in given else axis for d, axis in enumerate(x.axes))
     paired = [walk.paired(x.axes[d], index) for d, index in zip(given, tensors, strict=True)]
     walk.block([x.axes[d] for d, axes in zip(given, paired, strict=True) if axes is None], "picked by index")
-    axes = [seen.axes if own is None else own for seen, own in zip(tensors, paired, strict=True)]
+    axes = [seen.axes if own is None else tuple(own) for seen, own in zip(tensors, paired, strict=True)]
     picked = broadcast(walk, axes, [seen.shape for seen in tensors])
     rest = [axis for d, axis in enumerate(x.axes) if d not in given]
     together = given == list(range(given[0], given[-1] + 1))

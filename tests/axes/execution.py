@@ -8,6 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.axes.axis import Axis, Factor, covers, describe, leaves, times
+from autoshard.axes.rules import RULES
 from autoshard.axes.walk import AxisWalk, Contraction
 from autoshard.capture.graph import Op
 from autoshard.capture.traits import tensors_of
@@ -65,9 +66,12 @@ class Trial:
     """One function, the tensors it is run on, and what the rules say about it.
 
     `out`: shapes of the results; handed to the function as `out=` where it is given, whole or as a rank has them.
+    `table`: the rules.
     """
 
-    def __init__(self, function: Callable, *inputs: torch.Tensor, out: list[tuple[int, ...]] | None = None) -> None:
+    def __init__(
+        self, function: Callable, *inputs: torch.Tensor, out: list[tuple[int, ...]] | None = None, table: Any = RULES
+    ) -> None:
         self.function, self.inputs, self.out = function, inputs, out
         recorder = _Recorder()
         given = [tensor.clone() for tensor in inputs]
@@ -77,7 +81,8 @@ class Trial:
         self.ops = recorder.ops
         self.made = [recorder.index(tensor) for tensor in self.results]
         rows = [SimpleNamespace(shape=tuple(tensor.shape), dtype=tensor.dtype) for tensor in recorder.tensors]
-        self.walk = AxisWalk(SimpleNamespace(values=rows, calls=[SimpleNamespace(path="trial")]))  # type: ignore[arg-type]
+        graph: Any = SimpleNamespace(values=rows, calls=[SimpleNamespace(path="trial")])
+        self.walk = AxisWalk(graph, table=table)
         self.given = values
         for op in self.ops:
             self.walk.run(op)

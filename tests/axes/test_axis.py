@@ -232,6 +232,33 @@ def test_axes_without_common_parts_are_lost():
     assert all(leaf.lost.startswith("a sum: sizes") for leaf in (*rest, *list(leaves(right))[1:]))
 
 
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda batch, lost: cut((*batch, *fresh(4)), 4),
+        lambda batch, lost: every(batch, 2),
+        lambda batch, lost: reshape([(*batch, *fresh(4))], (2, 12)),
+        lambda batch, lost: unify(batch, lost),
+        lambda batch, lost: unify(lost, batch),
+        lambda batch, lost: unify((*batch, *fresh(4)), (*fresh(4), *batch)),
+        lambda batch, lost: unify(batch, concatenate([fresh(2), fresh(4)])),
+        lambda batch, lost: unify((Factor(6, rigid=True),), batch),
+    ],
+)
+def test_a_rigid_factor_stays_one_and_is_lost_where_it_could_not(act):
+    batch, lost = (Factor(6, rigid=True),), fresh(6)
+    lose(lost, "it is a table")
+    act(batch, lost)
+    assert batch[0].lost and batch[0].bound is None and lost[0].bound is None
+
+
+def test_a_rigid_factor_is_what_uniform_ones_become():
+    batch, other = (Factor(6, rigid=True),), fresh(12)
+    unify((*batch, *fresh(2)), other)
+    assert resolve(other)[0] is batch[0] and not batch[0].lost
+    assert reshape([other], (6, 2))[0] == batch
+
+
 def test_an_axis_against_itself_moved_by_one_is_lost_however_long():
     tokens = fresh(5000)
     all_but_last, _ = cut(tokens, 4999)

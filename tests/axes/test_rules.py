@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from autoshard.axes import rules
+from autoshard.axes.batch_rules import TABLE
 from autoshard.axes.rules import RULES
 from autoshard.capture.traits import traits_of
 from tests.axes import cases, moving_cases
@@ -39,6 +40,33 @@ def name(table, claim, function):
 )
 def test_what_a_rule_says_is_true(claim, function, inputs):
     made = trial(function, inputs)
+    assert made.claim() == claim
+    made.check()
+
+
+LSTM, GRU = ([torch.randn(gates, size, dtype=torch.float64) for size in (2, 4)] for gates in (16, 12))
+
+
+@pytest.mark.parametrize(
+    "claim, function, shapes",
+    [
+        ("a..->a.", lambda x: x.diagonal(0, 1, 2), [(3, 4, 4)]),
+        ("abc,ab->abc", lambda x, y: x.index_put((y > 0,), torch.zeros(())), [(3, 4, 5), (3, 4)]),
+        ("ab,b->ab", lambda x, y: x.zero_().copy_(y), [(3, 4), (4,)]),
+        ("a.b,ab->ab", lambda x, y: aten.nll_loss_nd(x, (y > 0).long(), None, 0, -100), [(3, 4, 5), (3, 5)]),
+        ("a.,a->a", lambda x, y: aten.cross_entropy_loss(x, (y > 0).long(), None, 0, -100, 0.0), [(3, 4), (3,)]),
+        (
+            "a..,1a.,1a.->a..,1a.,1a.",
+            lambda x, *state: aten.lstm(x, state, LSTM, False, 1, 0.0, False, False, True),
+            [(3, 5, 2), (1, 3, 4), (1, 3, 4)],
+        ),
+        (".a.,1a.->.a.,1a.", lambda x, h: aten.gru(x, h, GRU, False, 1, 0.0, False, False, False),
+         [(5, 3, 2), (1, 3, 4)]),
+    ],
+)  # fmt: skip
+def test_what_the_rules_for_the_batch_say_is_true(claim, function, shapes):
+    torch.manual_seed(0)
+    made = Trial(function, *(torch.randn(shape, dtype=torch.float64) for shape in shapes), table=TABLE)
     assert made.claim() == claim
     made.check()
 
