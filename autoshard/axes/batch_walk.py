@@ -9,7 +9,7 @@ is the same everywhere. Two runs of the same ops are followed, of which one has 
 the factor is where it is said to be. No value of a weight, a buffer or an activation is asked.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -165,8 +165,8 @@ class BatchWalk:
             else:
                 self._enter(value, state)
 
-    def mixes(self, act: Any) -> bool:
-        """Whether what is done to axes along the way mixes samples, or entries."""
+    def mixes(self, act: Callable[[], None]) -> bool:
+        """Whether something that is done to axes mixes samples, or entries."""
         act()
         found = any(leaf.lost for leaf in self.rigid)
         for leaf in self.rigid:
@@ -186,11 +186,11 @@ class BatchWalk:
             return ["mixed" if resized else "shared"] * len(op.outputs)
         if placed:
             self._parts.update(op.outputs)
-        asked = zip(op.inputs, given, strict=True)
+        asked = list(zip(op.inputs, given, strict=True))
         if name in ("copy_", "fill_"):
-            asked = [*asked][1:]
+            asked = asked[1:]
         elif name in SHAPED_LIKE:
-            asked = [*asked][:1]
+            asked = asked[:1]
         states = {state for value, state in asked if not walk.known.get(value)}
         if mixed or resized or placed or "mixed" in states or self._works_on_all(op):
             return ["mixed"] * len(op.outputs)

@@ -364,7 +364,12 @@ class Entries:
                 (walk.longer(x)[dim] or walk.longer(mask)[place.dim]) and not walk.is_same_along(x, dim)
                 for mask, (dim, place) in zip(masks, places.items(), strict=True)
             )
-        return not walk.mixes(lambda: [walk.walk.unify(mine, its) for mine, its in pairs])
+
+        def pair() -> None:
+            for mine, its in pairs:
+                walk.walk.unify(mine, its)
+
+        return not walk.mixes(pair)
 
     def _put(self, op: Op, name: str) -> list["State"] | None:
         """out[places] = entries, out[places] += entries, and inverse[places] = 0, 1, 2 and so on."""

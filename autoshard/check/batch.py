@@ -20,10 +20,10 @@ from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
-from autoshard.check.independence import INDEPENDENT, Apart, check_apart
+from autoshard.check.independence import INDEPENDENT, check_apart
 from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
-from autoshard.check.records import Mixed, check_left, merges_of, record_twice, written_in
+from autoshard.check.records import Apart, Mixed, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.plan.workload import Workload

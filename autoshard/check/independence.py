@@ -6,7 +6,7 @@ outputs    of one sample each, of none, or a sum or a mean of samples: merged in
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from autoshard.capture.guards import Guard
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
 from autoshard.check.records import (
     ROWS,
+    Apart,
     Left,
     Mixed,
     RecordedSamples,
@@ -34,7 +35,7 @@ from autoshard.check.records import (
     left_by_parts,
     record_samples,
 )
-from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
+from autoshard.plan.batching import BatchAxis, BatchOutput
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
 
@@ -51,32 +52,6 @@ MOST_SWITCHES = 3
 OTHER = 2
 """What stands in a mask that is neither 0 nor 1: code may ask for either."""
 INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Apart:
-    """What was found of the outputs.
-
-    Attributes:
-        axes: of those of which every element belongs to one sample at most, by path and dimension: the axis with the
-            samples starred, "" where all samples have the same; "-" where none has but numbers differ.
-        merges: how one that several samples decide is merged.
-        shared: those that depend on no sample.
-    """
-
-    axes: Mapping[str, tuple[str, ...]]
-    merges: Mapping[str, BatchOutput]
-    shared: frozenset[str]
-    recorded: RecordedSamples
-
-    def permits(self, how: BatchOutput) -> bool:
-        """Whether an output may be put together of parts one after the other in this way."""
-        axes = self.axes.get(how.path)
-        if axes is None:
-            return False
-        if how.path in self.shared:
-            return axes[how.dim] != "-"
-        return axes[how.dim] == with_rows(how.axis, ROWS)
 
 
 def check_apart(question: "Question", batch: BatchAxis) -> Apart:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import nn
 
@@ -21,13 +22,13 @@ from autoshard.capture.run import Find
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
 from autoshard.errors import CaptureError
 from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
+from autoshard.plan.sharding import coordinates_of
 from autoshard.runtime.chunks import bind
 from autoshard.runtime.flags import flags_of
 from autoshard.runtime.left_behind import new_tensors
 
 if TYPE_CHECKING:
     from autoshard.check.batch import Question
-    from autoshard.check.independence import Apart
 
 ROWS = 3
 """Samples of the runs that are followed."""
@@ -45,6 +46,33 @@ class RecordedSamples:
     left: "Left"
     other: ModelGraph
     rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Apart:
+    """What was found of the outputs.
+
+    Attributes:
+        axes: of those of which every element belongs to one sample at most, by path and dimension: the axis with the
+            samples starred, "" where all samples have the same; "-" where none has but numbers differ.
+        merges: how one that several samples decide is merged.
+        shared: those that depend on no sample.
+    """
+
+    axes: Mapping[str, tuple[str, ...]]
+    merges: Mapping[str, BatchOutput]
+    shared: frozenset[str]
+    recorded: RecordedSamples
+
+    def permits(self, how: BatchOutput) -> bool:
+        """Whether an output may be put together of parts one after the other in this way."""
+        axes = self.axes.get(how.path)
+        if axes is None:
+            return False
+        if how.path in self.shared:
+            return axes[how.dim] != "-"
+        wanted = coordinates_of(with_rows(how.axis, ROWS))
+        return "*" in axes[how.dim] and numpy.array_equal(coordinates_of(axes[how.dim]), wanted)
 
 
 class Left:
@@ -246,7 +274,7 @@ def written_in(recorded: RecordedSamples) -> tuple[str, ...]:
 # ---- outputs
 
 
-def merges_of(recorded: RecordedSamples, batch: BatchAxis, apart: "Apart | None") -> tuple[BatchOutput, ...]:
+def merges_of(recorded: RecordedSamples, batch: BatchAxis, apart: Apart | None) -> tuple[BatchOutput, ...]:
     """How each output is made of those of parts, as its ops and its shapes say.
 
     Without `apart`, which the user says samples to be, by its shapes alone. Raises `Mixed`.

@@ -153,6 +153,11 @@ def test_the_batch_in_the_second_dimension():
     assert [(item.dim, item.axis) for item in (*batch.inputs, *batch.outputs)] == [(1, "*3"), (1, "*3")]
 
 
+def test_rows_that_are_joined_twice():
+    batch = found(Small(lambda self, x: torch.cat([self.linear(x), x])), torch.randn(4, 6))
+    assert [(one.how, one.axis) for one in batch.outputs] == [("cat", "2x*4")]
+
+
 def test_outputs_in_data_classes():
     model = Small(lambda self, x: Output(score=self.linear(x).sum(), hidden=(x, self.linear(x))))
     assert ways(found(model, torch.randn(3, 6))) == {"score": "sum", "hidden.0": "cat", "hidden.1": "cat"}
