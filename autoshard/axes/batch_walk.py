@@ -108,7 +108,7 @@ class BatchWalk:
         """The axes of a value as far as they are known now."""
         if value not in self.walk.axes:
             self.state(value)
-        return tuple(map(resolve, self.walk.axes[value]))
+        return tuple(map(resolve, self.walk.of(value)))
 
     def has_batch(self, value: int) -> bool:
         """Whether all of a tensor is divided by the batch: each element belongs to a sample."""

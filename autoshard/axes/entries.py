@@ -155,7 +155,7 @@ class Entries:
         known = self._places.get(source)
         if known is not None and known.once and known.selection.mask < 0 and not _descends(op):
             self._inverse[places] = known.selection
-            return [self._mixed(value) for value in op.outputs]
+            return ["mixed"] * len(op.outputs)
         axes = walk.axes(source)
         if len(axes) != 1 or not self._is_of_samples(source):
             return None
@@ -163,16 +163,11 @@ class Entries:
         self._places[places] = EntryPlaces(selection=selection, axis=axes[0])
         if values >= 0:
             self._sorted[values] = selection.keys
-        return [self._entries(value, selection) if value == values else self._mixed(value) for value in op.outputs]
+        return [self._entries(value, selection) if value == values else "mixed" for value in op.outputs]
 
     def _is_of_samples(self, value: int) -> bool:
         """Whether every element belongs to a sample of the batch."""
         return self.walk.state(value) == "apart" and self.walk.has_batch(value)
-
-    def _mixed(self, value: int) -> "State":
-        """Give a result axes of which nothing is known."""
-        self._give(value, {})
-        return "mixed"
 
     def _entries(self, value: int, selection: Selection, at: int = 0) -> "State":
         """Give a result the entries along one dimension."""
@@ -196,7 +191,7 @@ class Entries:
         else:
             self._places.update((value, _along(selection, dim)) for dim, value in enumerate(op.outputs))
         self.sized.update(op.outputs)
-        return [self._mixed(value) for value in op.outputs]
+        return ["mixed"] * len(op.outputs)
 
     def _choice(self, op: Op, mask: int, entries: int, at: int = 0) -> Selection | None:
         """What a mask chooses. `entries`: a value that has as many of them along a dimension."""
@@ -382,7 +377,7 @@ class Entries:
         if selection.mask < 0 and len(shape) == 1 and one.once and not adds and self._counts_up(op, size_of(one.axis)):
             self.forget(op)
             self._inverse[op.outputs[0]] = selection
-            return ["mixed" if value in op.inputs else self._mixed(value) for value in op.outputs]
+            return ["mixed"] * len(op.outputs)
         alone = one.once and len(places) == len(selection.axes)
         if min(places) or self.entries(source) is not selection or not (adds or alone):
             return None

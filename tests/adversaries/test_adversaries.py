@@ -82,7 +82,7 @@ PINNED: dict[str, Pins] = {
         "LeftSorted": "refused: argsort in the model itself",
         "CameraOfRow": "refused: arange in the model itself",
         "MaskOfFirstRow": "refused: select in the model itself",
-        "FramesInPairs": "refused: sub in the model itself",
+        "FramesInPairs": "refused: arange in the model itself",
         "MemoryAsLongAsBatch": "refused: matmul in the model itself",
         "WeightedClasses": "refused: cross_entropy_loss in the model itself",
         "SpreadIsEnough": "refused: cross_entropy_loss in the model itself",
