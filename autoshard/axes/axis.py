@@ -72,7 +72,10 @@ def local_size(axis: Axis, slices: Mapping["Factor", int]) -> int:
 
 def resolve(axis: Axis) -> Axis:
     """The axis as far as it is known now: bound leaves replaced, nested concatenations flattened."""
-    if all(type(factor) is Factor and factor.bound is None for factor in axis):
+    for factor in axis:  # most are known already
+        if type(factor) is not Factor or factor.bound is not None:
+            break
+    else:
         return axis
     found: list[Factor | Cat] = []
     for factor in axis:

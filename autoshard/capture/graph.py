@@ -83,7 +83,8 @@ class Op:
 
 def name_of(op: Op) -> str:
     """The name of an op without its overload."""
-    return getattr(getattr(op.target, "overloadpacket", None), "__name__", str(op.target))
+    packet = getattr(op.target, "overloadpacket", None)
+    return str(op.target) if packet is None else packet.__name__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
