@@ -57,7 +57,7 @@ def fresh(size: int) -> Axis:
 
 
 def size_of(axis: Axis) -> int:
-    return prod(factor.size for factor in axis)
+    return axis[0].size if len(axis) == 1 else prod(factor.size for factor in axis)
 
 
 def local_size(axis: Axis, slices: Mapping["Factor", int]) -> int:
