@@ -9,7 +9,7 @@ is the same everywhere. Two runs of the same ops are followed, of which one has 
 the factor is where it is said to be. No value of a weight, a buffer or an activation is asked.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -42,11 +42,30 @@ class _Axes(AxisWalk):
 
     table: Mapping[Any, Any] = field(default_factory=lambda: TABLE)
     contents: tuple[Contents, ...] = ()
+    batch: Factor | None = None
     rows: tuple[int, int] = (0, 0)
     known: dict[int, bool] = field(default_factory=dict)
 
+    def block(self, axes: Iterable[Axis], what: str = "") -> None:
+        """What is made along an axis is not the same everywhere; what it is made of may be, as a mask is of which code
+        asks whether all of it is true."""
+        for axis in axes:
+            if axis:
+                self.blocks.append((self._op, axis))
+                lose(tuple(leaf for leaf in leaves(axis) if leaf.rigid), f"{self.why}: {what}")
+
+    def run(self, op: Op) -> None:
+        AxisWalk.run(self, op)
+        blocked = {leaf for _, axis in self.blocks for leaf in leaves(axis) if not leaf.rigid}
+        for value in op.outputs if blocked else ():
+            if value in op.inputs:
+                lose(tuple(leaf for axis in self.axes[value] for leaf in leaves(axis) if leaf in blocked), self.why)
+            else:
+                self.axes[value] = tuple(_without(axis, blocked, self.why) for axis in self.axes[value])
+
     def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
-        made = paired(resolve(axis), [contents.of(index.value) for contents in self.contents], self.rows)
+        numbers = [contents.of(index.value) for contents in self.contents]
+        made = paired(resolve(axis), numbers, self.batch, self.rows)
         self.known[index.value] = self.known.get(index.value, True) and made is not None
         return made
 
@@ -76,7 +95,7 @@ class BatchWalk:
         self.placed: list[int] = []
         self.written: list[tuple[int, int]] = []
         self.contents = Contents(graph, self.counts), Contents(other, self.counts)
-        self.walk = _Axes(graph, contents=self.contents, rows=rows)
+        self.walk = _Axes(graph, contents=self.contents, batch=batch, rows=rows)
         self.walk.axes.update(inputs)
         self.rigid = [batch]
         self._states: dict[int, State] = {}
@@ -120,7 +139,7 @@ class BatchWalk:
 
     def is_same_along(self, value: int, dim: int) -> bool:
         """Whether a value that depends on no sample is the same everywhere along a dimension."""
-        return all(not leaf.lost for leaf in leaves(self.axes(value)[dim]))
+        return all(isinstance(factor, Factor) and not factor.lost for factor in self.axes(value)[dim])
 
     def resized(self, op: Op) -> bool:
         """Whether the numbers among the arguments of an op are others for a larger batch."""
@@ -309,6 +328,19 @@ class BatchWalk:
             elif state == "apart" and self._states[other] == "shared":
                 self._states[other] = "apart"
         self._enter(value, state)
+
+
+def _without(axis: Axis, blocked: Collection[Factor], why: str) -> Axis:
+    """The axis with lost leaves in place of some."""
+    made: list[Factor | Cat] = []
+    for factor in resolve(axis):
+        if isinstance(factor, Cat):
+            factor = Cat(_without(segment, blocked, why) for segment in factor.segments)
+        elif factor in blocked:
+            factor = Factor(factor.size)
+            lose((factor,), why)
+        made.append(factor)
+    return tuple(made)
 
 
 def _counts(graph: ModelGraph, other: ModelGraph) -> dict[int, tuple[bool, ...]]:

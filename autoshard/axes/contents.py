@@ -80,13 +80,16 @@ def part_dim(op: Op, ndim: int) -> int | None:
     return dim % ndim if isinstance(dim, int) else 0
 
 
-def paired(axis: Axis, numbers: Sequence[torch.Tensor | None], rows: tuple[int, int]) -> list[Axis] | None:
+def paired(
+    axis: Axis, numbers: Sequence[torch.Tensor | None], batch: Factor | None, rows: tuple[int, int]
+) -> list[Axis] | None:
     """The axes of an index that picks the same of every sample, in their order; None where it does not.
 
-    `axis`: what is picked from; `numbers`: the index in two runs, of as many samples as `rows` says.
+    `axis`: what is picked from; `numbers`: the index in two runs, of as many samples of the `batch` as `rows` says.
     """
-    leaf = next((leaf for leaf in leaves(axis) if leaf.rigid), axis[0] if len(axis) == 1 else None)
-    if not isinstance(leaf, Factor) or leaf.size != rows[0] or leaf.lost:
+    rigid = [leaf for leaf in leaves(axis) if leaf.rigid]
+    leaf = rigid[0] if rigid else axis[0] if len(axis) == 1 else None
+    if not isinstance(leaf, Factor) or leaf.size != rows[0] or leaf.lost or (rigid and leaf is not batch):
         return None
     ways = []
     for index, count in zip(numbers, rows, strict=True):

@@ -409,6 +409,7 @@ def test_statistics_of_the_batch_are_named():
         lambda self, x: self.linear(x)[:, None].expand(-1, len(x), -1).sum(),
         lambda self, x: self.linear(x)[:, None].sum(1, keepdim=True).squeeze(),
         lambda self, x: F.pad(self.linear(x), (0, 1), value=len(x)),
+        lambda self, x: (self.linear(x), torch.cat([torch.zeros(len(x)), torch.ones(len(x))])),
         lambda self, x: self.linear(x)[torch.arange(len(x)), torch.arange(len(x)) % 6],
     ],
 )  # fmt: skip
