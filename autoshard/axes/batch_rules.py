@@ -13,6 +13,7 @@ from autoshard.axes import mixing, products, rules  # noqa: F401 - they register
 from autoshard.axes.axis import Axis, Cat, Factor, fresh, lose
 from autoshard.axes.reshaping import RESHAPES, constant
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
+from autoshard.plan.sharding import Product, parse_axis
 
 FILLED = frozenset({
     "zeros", "ones", "full", "empty", "scalar_tensor", "new_zeros", "new_ones", "new_full", "new_empty", "zeros_like",
@@ -99,26 +100,18 @@ TABLE: Mapping[Any, Rule] = {
 
 def axis_of(text: str, leaf: Factor) -> Axis:
     """The axis that a plan writes "2x*8x3" or "(*8x2|*8)": the starred factors are the leaf, all others are lost."""
+    return _made(parse_axis(text), leaf)
+
+
+def _made(product: Product, leaf: Factor) -> Axis:
     made: list[Factor | Cat] = []
-    for part in _divided(text, "x"):
-        if part.startswith("*"):
+    for factor in product:
+        if isinstance(factor, tuple):
+            made.append(Cat(_made(part, leaf) for part in factor))
+        elif factor < 0:
             made.append(leaf)
-        elif part.startswith("("):
-            made.append(Cat(axis_of(one, leaf) for one in _divided(part[1:-1], "|")))
         else:
-            other = fresh(int(part))
+            other = fresh(factor)
             lose(other, "it is no dimension of the batch")
             made += other
     return tuple(made)
-
-
-def _divided(text: str, by: str) -> list[str]:
-    """The parts of a text between separators that are in no brackets."""
-    parts, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if letter == by and not depth:
-            parts.append("")
-        else:
-            parts[-1] += letter
-    return parts

@@ -276,7 +276,7 @@ def coordinates_of(axis: str) -> numpy.ndarray:
 
     "2x*2"  ->  0 1 0 1        "(*2x2|1)"  ->  0 0 1 1 -1        Raises ValueError for what is not an axis.
     """
-    made = _coordinates(_parse(axis))
+    made = _coordinates(parse_axis(axis))
     made.flags.writeable = False
     return made
 
@@ -284,20 +284,21 @@ def coordinates_of(axis: str) -> numpy.ndarray:
 def is_axis(axis: str, size: int) -> bool:
     """Whether a text describes an axis that has factors *size, and at most one in every product."""
     try:
-        stars, length = _stars_and_length(_parse(axis), size)
+        stars, length = _stars_and_length(parse_axis(axis), size)
     except ValueError:
         return False
     return stars == 1 and length <= LONGEST_DIMENSION
 
 
-def _parse(axis: str) -> Product:
+def parse_axis(axis: str) -> Product:
+    """Return the factors that a text describes. Raises ValueError for what is not an axis."""
     tokens = re.findall(r"\d+|[*x()|]", axis)
     if "".join(tokens) != axis or tokens.count("(") > MOST_BRACKETS:
         raise ValueError(f"{axis!r} does not describe an axis.")
     tokens.reverse()
     try:
         product = _parse_product(tokens)
-    except IndexError:
+    except (IndexError, ValueError):
         tokens = [axis]
     if tokens:
         raise ValueError(f"{axis!r} does not describe an axis.")
