@@ -174,7 +174,6 @@ class ModuleInfo:
 
     path: str
     class_name: str
-    tensors: tuple[str, ...]
     aliases: tuple[str, ...] = ()
     callable: bool = True
     numbered: bool = False

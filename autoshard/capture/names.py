@@ -21,12 +21,10 @@ def module_table(model: nn.Module) -> tuple[ModuleInfo, ...]:
             numbered.update(map(id, module.children()))
     table = []
     for path, module in model.named_modules():
-        own = [*module._parameters.items(), *module._buffers.items()]
-        names = tuple(join(path, name) for name, tensor in own if tensor is not None)
         others = tuple(aliases[id(module)][1:])
         row = ModuleInfo(
-            path=path, class_name=type(module).__name__, tensors=names, aliases=others,
-            callable=not is_container(module), numbered=id(module) in numbered,
+            path=path, class_name=type(module).__name__, aliases=others, callable=not is_container(module),
+            numbered=id(module) in numbered,
         )  # fmt: skip
         table.append(row)
     return tuple(table)

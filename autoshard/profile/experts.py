@@ -103,26 +103,21 @@ def hit_part(chosen: float, tokens: float) -> float:
     return 1 - (1 - min(1.0, chosen)) ** tokens
 
 
-class Router:
-    """Follows a run op by op: a grouped product gets its rows from the tokens that the product before it read."""
+def hit_parts(graph: ModelGraph) -> Iterator[float]:
+    """Yield the part of its experts' weights that each op reads: 1 for what has none.
 
-    def __init__(self, graph: ModelGraph) -> None:
-        self._graph = graph
-        self._tokens = 0
-
-    def hit(self, op: Op) -> float:
-        """Return the part of its experts' weights that an op reads: 1 for what has none. Ask in order of the ops."""
-        values = self._graph.values
-        if not is_grouped(op):
-            name = name_of(op)
-            if name in _PRODUCTS and op.inputs:
-                self._tokens = prod(values[op.inputs[_PRODUCTS[name]]].shape[:-1])
-            return 1.0
-        shape = values[op.inputs[1]].shape
-        if len(shape) != 3 or not self._tokens:
-            return 1.0
-        rows = prod(values[op.inputs[0]].shape[:-1])
-        return hit_part(rows / self._tokens / max(1, shape[0]), self._tokens)
+    A grouped product gets its rows from the tokens that the product before it read.
+    """
+    values, tokens = graph.values, 0
+    for op in graph.ops:
+        name, hit = name_of(op), 1.0
+        if name in _PRODUCTS and op.inputs:
+            tokens = prod(values[op.inputs[_PRODUCTS[name]]].shape[:-1])
+        elif is_grouped(op):
+            shape, rows = values[op.inputs[1]].shape, prod(values[op.inputs[0]].shape[:-1])
+            if len(shape) == 3 and tokens:
+                hit = hit_part(rows / tokens / max(1, shape[0]), tokens)
+        yield hit
 
 
 def is_grouped(op: Op) -> bool:

@@ -8,7 +8,7 @@ from autoshard.capture.graph import ModelGraph, Op
 from autoshard.common.module_paths import parent
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
 from autoshard.profile.answer import further_tokens
-from autoshard.profile.experts import Router
+from autoshard.profile.experts import hit_parts
 from autoshard.profile.profile import ModuleProfile, Profile
 
 _GATHERS = ("aten::embedding", "aten::index", "aten::index_select", "aten::gather", "aten::_index_put_impl_")
@@ -248,12 +248,12 @@ def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in {value.dtype for value in graph.values}}
     value_dtype = [names[value.dtype] for value in graph.values]
     floating = [value.dtype.is_floating_point or value.dtype.is_complex for value in graph.values]
-    value_storage, uncounted, router = [value.storage for value in graph.values], graph.uncounted, Router(graph)
+    value_storage, uncounted = [value.storage for value in graph.values], graph.uncounted
     moved, dtypes = [], []
-    for op in graph.ops:
+    for op, hit in zip(graph.ops, hit_parts(graph), strict=True):
         dtype = next((value_dtype[v] for v in (*op.inputs, *op.outputs) if floating[v]), None)
         dtypes.append(dtype or next((value_dtype[v] for v in op.outputs), "int64"))
-        read, hit = {value_storage[v] for v in op.inputs}, router.hit(op)
+        read = {value_storage[v] for v in op.inputs}
         written = [v for v in op.outputs if value_storage[v] not in read]
         if (not written and not op.mutates) or op.index in uncounted:
             moved.append(0)
