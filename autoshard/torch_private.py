@@ -7,54 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-)
+from torch._subclasses import fake_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "CHECKS",
-    "DataDependentOutputException",
-    "DispatchMode",
-    "DynamicOutputShapeException",
-    "FakeTensor",
-    "FakeTensorMode",
-    "OpOverload",
-    "autograd_functions",
-    "autograd_node",
-    "backward_hooks",
-    "below_autograd",
-    "conj_and_neg_keys",
-    "default_store",
-    "drop_gradient_hooks",
-    "forward_pre_hooks",
-    "gradient_hooks",
-    "hook_numbers",
-    "innermost_function_mode",
-    "is_composite",
-    "is_fully_sharded",
-    "is_held",
-    "is_storage_shared",
-    "looks_for_overrides",
-    "no_dispatch_modes",
-    "no_modes",
-    "no_overrides",
-    "node_sequence",
-    "not_overridden",
-    "overrides_are_off",
-    "run_composite",
-    "sequence_number",
-    "swap_contents",
-    "undo_fully_shard",
-    "untracked_views",
-]
-
+FakeTensor = fake_tensor.FakeTensor
+FakeTensorMode = fake_tensor.FakeTensorMode
+DataDependentOutputException = fake_tensor.DataDependentOutputException
+DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
 OpOverload = torch._ops.OpOverload
 """What ops are."""
 not_overridden = torch._C._disabled_torch_function_impl
