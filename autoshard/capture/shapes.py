@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.capture.traits import swap_tensors
-from autoshard.torch_private import FakeTensor, FakeTensorMode
+from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -28,14 +28,6 @@ class _Made:
     dtype: torch.dtype
 
 
-def fake_in(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
-    """A fake CPU tensor in the memory of a meta tensor.
-
-    Its device is an object of its own, by which who passes it on is known to mean this tensor.
-    """
-    return FakeTensor(mode, meta, torch.device("cpu"))
-
-
 class Shapes:
     """Makes fake tensors and runs ops on them."""
 
@@ -47,7 +39,7 @@ class Shapes:
 
     def fresh(self, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
         """A fake tensor in memory of its own, just large enough."""
-        return fake_in(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
+        return fake_from_meta(self.mode, torch.empty_strided(shape, stride, dtype=dtype, device="meta"))
 
     def inside(
         self, storage: torch.UntypedStorage, offset: int, shape: Any, stride: Any, dtype: torch.dtype
@@ -55,7 +47,7 @@ class Shapes:
         """A fake tensor in the memory of others."""
         meta = torch.empty(0, dtype=dtype, device="meta")
         meta.set_(storage, offset, shape, stride)
-        return fake_in(self.mode, meta)
+        return fake_from_meta(self.mode, meta)
 
     def stand_in(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
         """A fake tensor laid out like `tensor`, in `storage`, or in one as large as the original's."""

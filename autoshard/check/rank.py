@@ -11,14 +11,13 @@ from torch import nn
 from autoshard.capture.capture import calls_of
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.shapes import fake_in
 from autoshard.common.packed import is_packed
 from autoshard.nested import flat_tensors
 from autoshard.plan.sharding import Cut
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import Layout
 from autoshard.runtime.cuts import apply_cuts
-from autoshard.torch_private import FakeTensorMode
+from autoshard.torch_private import FakeTensorMode, fake_from_meta
 
 Arguments = tuple[tuple, dict[str, Any]]
 
@@ -74,7 +73,7 @@ def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
             for name, tensor in table.items():
                 if tensor is not None and tensor.is_meta:
                     if id(tensor) not in made:
-                        fake = fake_in(mode, tensor.detach())
+                        fake = fake_from_meta(mode, tensor.detach())
                         made[id(tensor)] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
                     table[name] = made[id(tensor)]  # type: ignore[assignment]
 
