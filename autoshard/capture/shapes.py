@@ -72,8 +72,9 @@ class Shapes:
         args = tuple(swap_tensors(value, self._shadow) for value in args)
         kwargs = {name: swap_tensors(value, self._shadow) for name, value in kwargs.items()}
         out = self.mode.dispatch(func, (), args, kwargs)
-        if isinstance(out, FakeTensor) and any(out is shadow for shadow in self._shadows.values()):
-            out = self.fresh(out.shape, out.stride(), out.dtype)  # an op that returns what it is given: that stays ours
+        shadows = {id(shadow) for shadow in self._shadows.values()}
+        if any(id(made) in shadows for made in (out if isinstance(out, (list, tuple)) else (out,))):
+            out = swap_tensors(out, lambda made: self._own(made, shadows))
         for made in out if isinstance(out, (list, tuple)) else (out,):
             if isinstance(made, FakeTensor) and not any(made is tensor for tensor in tensors):
                 made.fake_device = torch.device("cpu")  # torch gives it the object that an argument has
@@ -95,6 +96,10 @@ class Shapes:
                 offset = int(base.storage_offset()) + item.offset
                 results.append(self.inside(base.untyped_storage(), offset, item.shape, item.stride, item.dtype))
         return results[0] if kind is None else kind(results)
+
+    def _own(self, made: torch.Tensor, shadows: set[int]) -> torch.Tensor:
+        """A result of an op, and a tensor like it where an op gives what it was given: shadows stay ours."""
+        return self.fresh(made.shape, made.stride(), made.dtype) if id(made) in shadows else made
 
     def _shadow(self, tensor: torch.Tensor) -> FakeTensor:
         """A fake stand-in for a real argument. Only its shape is read, so one per shape is enough."""

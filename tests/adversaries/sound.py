@@ -217,6 +217,15 @@ class MeanSquare(Stack):
         return {"output": output, "loss": (output - x).square().mean()}
 
 
+@divided(rows, uneven, training=True)
+class TorchLosses(Stack):
+    """Two of torch's own losses, which spread their arguments over one another first."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return {"output": output, "loss": F.mse_loss(output, x) + F.huber_loss(output, torch.zeros_like(output))}
+
+
 @divided(rows, uneven)
 class ScaleOfToken(Stack):
     """Quantised by the largest value of each token."""
