@@ -25,7 +25,8 @@ class Noting(torch.nn.Module):
         store[f"of {notes.calls}"] = self.linear(x)
         notes.kept.append(store[f"of {notes.calls}"])
         notes.total = torch.cat([notes.total, notes.kept[-1]])
-        return notes.total.mean(0) * notes.calls * len(notes.kept) * len(store) + x
+        seen = notes.total.mean(0) * notes.calls * len(notes.kept) * len(store)
+        return seen.tanh() + x  # of which backward reads the result
 
 
 def test_lists_dicts_and_objects_that_a_forward_changes_are_as_they_were():
