@@ -356,3 +356,25 @@ def test_layers_without_transfers_have_one_hook():
     assert {path for path, module in model.named_modules() if layers_of(module)} == {"", "0", "1"}
     apply_device_map(model, {"": "cpu:0"})
     assert {path for path, module in model.named_modules() if layers_of(module)} == {""}
+
+
+class Steps(nn.Module):
+    """The output is a generator: everything runs after the call has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.a(x) + self.b(x)
+            yield x
+
+
+def test_outputs_that_are_generators():
+    model, x = Steps(), rows()
+    expected = plain(list(model(x)))
+    with autoshard.simulate("2x1MiB"), torch.no_grad():
+        apply_device_map(model, {"a": "cpu:0", "b": "cpu:1"})
+        found = list(model(x))
+        assert same(plain(found), expected) and {one.device for one in found} == {CPU}

@@ -254,6 +254,12 @@ def test_calls_of_another_kind_run_whole_and_say_so_once(call, said, devices):
     assert seen == [8, 8] and torch.equal(found["logits"], original(**call)["logits"])
 
 
+def test_a_call_with_unequal_rows_runs_whole_and_fails_as_the_model_does(devices):
+    (model, _), inputs = divided("pipeline", words(), sentences()), sentences()
+    with pytest.raises(ValueError, match="batch_size"), pytest.warns(RuntimeWarning, match="ids has 8, labels has 2"):
+        model(inputs["ids"], labels=torch.zeros(2, 6, dtype=torch.long))
+
+
 def test_a_call_with_a_cache_runs_whole(devices):
     (model, _), inputs = divided("pipeline", words(), sentences()), sentences()
     seen = counted(model)
