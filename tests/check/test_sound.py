@@ -382,3 +382,41 @@ def test_slices_of_other_dimensions():
     assert ways(Model(lambda self, x: _written(self, x, (slice(None), slice(None, 5000)))), rows()) == {"": "cat"}
     assert ways(Model(lambda self, x: self.linear(x)[:, :5000]), rows()) == {"": "cat"}
     assert ways(Model(lambda self, x: self.linear(x)[: len(x), ..., :3]), rows()) == {"": "cat"}
+
+
+# ---- places that hold the same for every sample
+
+
+def _with_tokens(self, x, token, take):
+    """Frames [2 b, 3, 8] behind a token each; `take` takes some of their vectors for the rows."""
+    frames = self.linear(x).reshape(-1, 3, WIDTH)
+    made = torch.cat([token(self, len(frames)), frames], 1) + self.weights[0, :4]
+    return torch.cat([take(made, len(x)), x], 1)
+
+
+def _one_token(self, count):
+    return self.weights[1, :1].expand(count, 1, WIDTH)
+
+
+def _own_tokens(self, count):
+    return self.weights.view(-1, WIDTH)[:count, None] + torch.zeros(count, 1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("token", "take", "fine"),
+    [
+        (_one_token, lambda made, count: made[:count, :1], True),
+        (_one_token, lambda made, count: made[:count, 0].unsqueeze(1), True),
+        (_one_token, lambda made, count: made[:count, 1:2], False),
+        (_one_token, lambda made, count: made[:count, :2], False),
+        (_one_token, lambda made, count: made.softmax(1)[:count, :1], False),
+        (_one_token, lambda made, count: made.mul_(made.mean())[:count, :1], False),
+        (_own_tokens, lambda made, count: made[:count, :1], False),
+    ],
+)
+def test_class_tokens_are_those_of_any_row(token, take, fine):
+    model = Model(lambda self, x: _with_tokens(self, x, token, take))
+    if fine:
+        assert ways(model, rows()) == {"": "cat"}
+    else:
+        assert "can't be divided" in refused(model, rows())
