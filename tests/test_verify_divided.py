@@ -28,6 +28,7 @@ def test_a_pipeline_is_equal_to_rounding(labelled):
     assert found.compared == ("forward", "backward", "optimizer step")
     assert 0 < found.max_error < 1e-5
     assert any("parts of the batch" in note for note in found.notes)
+    assert found.max_relative_error < 1e-3  # of the largest value of a tensor, whatever the others are
     assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1", "cuda:2"]
 
 
@@ -42,6 +43,7 @@ class Blocks(nn.Module):
     def forward(self, x):
         if self.drawn:
             x = nn.functional.dropout(x + torch.randn_like(x), 0.3)
+            x = x + torch.randint(0, 50, x.shape, device=x.device)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.lowered):
             for block in self.blocks:
                 x = block(x - self.taken * x.mean(0, keepdim=True)).relu()

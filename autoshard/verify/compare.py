@@ -104,16 +104,18 @@ def _noise(results: list[RunResult], coarsest: torch.dtype | None) -> dict[str, 
 
 
 def _distance(left: torch.Tensor, right: torch.Tensor) -> tuple[float, float]:
-    """Largest absolute and relative difference; equal infinities and NaNs are equal, other NaNs are infinitely far."""
+    """The largest difference, and that as a part of the largest value of `left`.
+
+    Equal infinities and NaNs are equal, other NaNs are infinitely far.
+    """
     if left.numel() == 0 or torch.equal(left, right):
         return 0.0, 0.0
     wide = torch.complex128 if left.is_complex() else torch.float64
     left, right = left.to(wide), right.to(wide)
-    apart = (left - right).abs()
     same = (left == right) | (left.isnan() & right.isnan())
-    apart = torch.where(same, 0.0, apart).nan_to_num(nan=math.inf, posinf=math.inf)
-    relative = torch.where(same, 0.0, apart / left.abs().clamp(min=torch.finfo(torch.float64).tiny))
-    return float(apart.max()), float(relative.nan_to_num(nan=math.inf, posinf=math.inf).max())
+    apart = float(torch.where(same, 0.0, (left - right).abs()).nan_to_num(nan=math.inf, posinf=math.inf).max())
+    size = float(left.abs().nan_to_num(0.0, 0.0).max())
+    return apart, apart / size if size else math.inf if apart else 0.0
 
 
 def _matched(whole: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,8 +36,10 @@ class SteadyDraws(DispatchMode):
         self.count += 1
         if func is torch.ops.aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if not isinstance(made, torch.Tensor) or not made.is_floating_point():
+        if not isinstance(made, torch.Tensor) or not made.dim() or func._schema.name == "aten::randperm":
             return made
+        if not made.is_floating_point():  # whole numbers have a range: those of the first row
+            return made.copy_(made[:1].clone().expand_as(made)) if made.numel() else made
         return made.copy_(_row(func._schema.name.split("::")[1], made, args, kwargs))
 
 

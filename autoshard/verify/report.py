@@ -45,7 +45,8 @@ class Verification:
 
     Attributes:
         ok: every result of the applied model equals the original's, within the tolerance.
-        max_error, max_relative_error: over all results compared; inf where one could not be compared.
+        max_error: the largest difference of all results compared; inf where one could not be compared.
+        max_relative_error: the same, each as a part of the largest value of its tensor.
         first_difference: None if there is none.
         compared: what was compared, of "forward", "backward", "optimizer step", "decode".
         simulated: the plan's devices are not here and were simulated.
