@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import os
 import pathlib
 import subprocess
@@ -78,6 +79,30 @@ def test_imports_point_down():
             assert used in LAYER, f"{where} imports {module}: import from the package that defines it"
             allowed = LAYER[used] < LAYER[package] or LAYER[used] == 0
             assert allowed, f"{where}: {package} (layer {LAYER[package]}) imports {used} (layer {LAYER[used]})"
+
+
+def test_no_modules_import_each_other():
+    """Neither when they are imported, nor inside functions, nor for annotations."""
+    modules = {".".join(["autoshard", *path.relative_to(PACKAGE).with_suffix("").parts]): path for path in FILES}
+    modules = {module.removesuffix(".__init__"): path for module, path in modules.items()}
+    graph = {module: set() for module in modules}
+    for module, path in modules.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    whole = f"{node.module}.{alias.name}"
+                    graph[module].add(whole if whole in modules else node.module)
+    edges = {module: used & set(modules) - {module} for module, used in graph.items() if module != "autoshard"}
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names the circle
+
+
+def test_functions_and_files_are_short():
+    for path in FILES:
+        text = path.read_text()
+        assert text.count("\n") <= 450, names(path)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                assert node.end_lineno - node.lineno < 60, f"{names(path)}:{node.lineno} {node.name}"
 
 
 def test_the_runtime_does_not_know_the_planner():

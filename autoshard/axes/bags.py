@@ -8,23 +8,21 @@ are rows of as many words each, in the run with one sample more as well, a bag h
 Any other offsets, of which a bag may reach into the next sample's words, are not followed.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autoshard.axes.axis import Axis, fresh, lose, reshape
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import Contents
 from autoshard.axes.rules import broadcast
 from autoshard.capture.graph import ModelGraph, Op, name_of
-
-if TYPE_CHECKING:
-    from autoshard.axes.batch_walk import BatchWalk, State
 
 _FREQUENCIES, _WEIGHTS, _LAST_OFFSET = 3, 6, 7
 """Places of arguments: divide gradients by how often a word is there, weights of words, offsets have an end."""
 
 
-def bags(walk: "BatchWalk", op: Op) -> list["State"] | None:
+def bags(walk: BatchAxes, op: Op) -> list[State] | None:
     """The states of what an op makes of bags that are rows; None for any other op."""
     if name_of(op) not in ("embedding_bag", "_embedding_bag") or op.node is None:
         return None

@@ -13,12 +13,13 @@ A tensor has one merge for all its elements. This is the argument for losses in 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 
 from autoshard.axes import rules
 from autoshard.axes.axis import covers
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of, origin, written_storages
 from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
@@ -26,9 +27,6 @@ from autoshard.axes.rules import Axes, broadcast, dims_of, names
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
-
-if TYPE_CHECKING:
-    from autoshard.axes.batch_walk import BatchWalk, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +57,11 @@ LINEAR = names(rules.same) | RESHAPES | MOVES | {
 class Merges:
     """The merges of the values of a walk."""
 
-    def __init__(self, walk: "BatchWalk") -> None:
+    def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self.known: dict[int, Merged] = {}
 
-    def step(self, op: Op, given: Sequence["State"], made: Sequence["State"]) -> None:
+    def step(self, op: Op, given: Sequence[State], made: Sequence[State]) -> None:
         """Follow one op; `given` and `made` are the states of what it read and of what it makes."""
         found = self._of(op, given) if "mixed" in made else None
         graph = self.walk.graph
@@ -75,7 +73,7 @@ class Merges:
             if found is not None and state == "mixed":
                 self.known[value] = found
 
-    def _of(self, op: Op, given: Sequence["State"]) -> Merged | None:
+    def _of(self, op: Op, given: Sequence[State]) -> Merged | None:
         name = name_of(op)
         if name in ("div", "divide", "div_", "mul", "multiply", "mul_"):
             return self._scaled(op, given, name)
@@ -105,7 +103,7 @@ class Merges:
         assert op.node is not None
         return any(isinstance(item, (int, float)) for item in op.node.args[:2])
 
-    def _scaled(self, op: Op, given: Sequence["State"], name: str) -> Merged | None:
+    def _scaled(self, op: Op, given: Sequence[State], name: str) -> Merged | None:
         """A merged tensor times, or by, what depends on no sample; a sum by how many elements there are is a mean."""
         known = [self.known.get(value) for value in op.inputs]
         divides = name.startswith("div")
@@ -173,7 +171,7 @@ class Merges:
         axes, longer = self.walk.axes(value), self.walk.longer(value)
         return any(longer[d] and not covers(axes[d], self.walk.batch) for d in dims)
 
-    def _loss(self, op: Op, given: Sequence["State"], name: str) -> Merged | None:
+    def _loss(self, op: Op, given: Sequence[State], name: str) -> Merged | None:
         arguments = arguments_of(op)
         reduction = arguments.get("reduction", MEAN)
         if reduction not in (MEAN, SUM) or "mixed" in given:
@@ -198,7 +196,7 @@ class Merges:
         return Merged(how="weighted", labels=(op.inputs[1], int(arguments.get("ignore_index", -100))))
 
 
-def counted_labels(walk: "BatchWalk", merge: Merged) -> tuple[int, int, int] | None:
+def counted_labels(walk: BatchAxes, merge: Merged) -> tuple[int, int, int] | None:
     """(place in `graph.inputs`, number that does not count, how many of the first are left out) of a weighted merge.
 
     The elements of what the loss compares with must be those of an input, each once, in any order, and numbers that do
@@ -244,7 +242,7 @@ def counted_labels(walk: "BatchWalk", merge: Merged) -> tuple[int, int, int] | N
     return None
 
 
-def is_so_much_per_row(walk: "BatchWalk", value: int) -> bool:
+def is_so_much_per_row(walk: BatchAxes, value: int) -> bool:
     """Whether a number is a sum over rows of which each adds the same, whatever they are."""
     graph = walk.graph
     op = _converted(graph, value)
@@ -264,7 +262,7 @@ def _converted(graph: ModelGraph, value: int) -> Op | None:
     return maker_of(graph, origin(graph, value, "to", "_to_copy", "alias", "detach"))
 
 
-def _unordered(walk: "BatchWalk", value: int) -> int:
+def _unordered(walk: BatchAxes, value: int) -> int:
     """The table whose elements along a dimension a value has in another order in each row; else the value."""
     graph = walk.graph
     op = maker_of(graph, value)

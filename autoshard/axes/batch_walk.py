@@ -9,75 +9,31 @@ is the same everywhere. Two runs of the same ops are followed, of which one has 
 the factor is where it is said to be. No value of a weight, a buffer or an activation is asked.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, Cat, Factor, covers, fresh, leaves, local_size, lose, resolve, size_of, times
+from autoshard.axes.axis import Axis, Cat, Factor, leaves, local_size, lose, size_of, times
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_merges import Merges
-from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED, TABLE
-from autoshard.axes.contents import Contents, has_constant_bound, paired, part_dim
-from autoshard.axes.given import arguments_of, literals, plain
-from autoshard.axes.rules import Axes, Seen
+from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED
+from autoshard.axes.contents import has_constant_bound, part_dim
+from autoshard.axes.given import arguments_of, plain
+from autoshard.axes.rules import Axes
 from autoshard.axes.sound import Sound
-from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.torch_private import OpOverload
 
-State = Literal["shared", "apart", "mixed"]
-"""Of a tensor: no sample decides anything of it; each slice of the factor belongs to one sample; anything else."""
 SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "unique",
                              "unique_dim", "unique_consecutive", "_unique2"})  # fmt: skip
 """Ops that make tensors as large as values say."""
 
 
-@dataclass(slots=True)
-class _Axes(AxisWalk):
-    """A walk that knows numbers which code alone decides, in both runs.
-
-    `known`: indices of the present op, and whether they pick the same of every sample, whatever made them.
-    """
-
-    table: Mapping[Any, Any] = field(default_factory=lambda: TABLE)
-    contents: tuple[Contents, ...] = ()
-    batch: Factor | None = None
-    rows: tuple[int, int] = (0, 0)
-    known: dict[int, bool] = field(default_factory=dict)
-
-    def block(self, axes: Iterable[Axis], what: str = "") -> None:
-        """What is made along an axis is not the same everywhere; what it is made of may be, as a mask is of which code
-        asks whether all of it is true."""
-        for axis in axes:
-            if axis:
-                self.blocks.append((self._op, axis))
-                lose(tuple(leaf for leaf in leaves(axis) if leaf.rigid), f"{self.why}: {what}")
-
-    def run(self, op: Op) -> None:
-        AxisWalk.run(self, op)
-        blocked = {leaf for _, axis in self.blocks for leaf in leaves(axis) if not leaf.rigid}
-        for value in op.outputs if blocked else ():
-            if value in op.inputs:
-                lose(tuple(leaf for axis in self.axes[value] for leaf in leaves(axis) if leaf in blocked), self.why)
-            else:
-                self.axes[value] = tuple(_without(axis, blocked, self.why) for axis in self.axes[value])
-
-    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
-        numbers = [contents.of(index.value) for contents in self.contents]
-        made = paired(resolve(axis), numbers, self.batch, self.rows)
-        self.known[index.value] = self.known.get(index.value, True) and made is not None
-        return made
-
-
-class BatchWalk:
-    """What every value of a graph has of the samples.
+class BatchWalk(BatchAxes):
+    """The walk itself, op by op.
 
     Attributes:
-        other: the same forward with a larger batch, which runs the same ops; `rows`, `other_rows`: of how many.
-        batch: the factor of the samples; `axes`: of all values, with it.
-        counts: by value, which of its dimensions are longer for a larger batch.
-        cause: by mixed value, the op that first mixed samples, -1 for one from outside.
         merges: how values that several samples decide are made of those of parts, where that is known.
         sized: ops that make tensors whose sizes depend on values of the batch, which Python may look at.
         placed: ops that write into a part of the batch by its place in it.
@@ -87,78 +43,13 @@ class BatchWalk:
     def __init__(
         self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Axes], batch: Factor, rows: tuple[int, int]
     ) -> None:
-        self.graph, self.other, self.batch = graph, other, batch
-        self.rows, self.other_rows = rows
-        self.counts = _counts(graph, other)
-        self.cause: dict[int, int] = {}
+        super().__init__(graph, other, inputs, batch, rows)
         self.sized: list[int] = []
         self.placed: list[int] = []
         self.written: list[tuple[int, int]] = []
-        self.contents = Contents(graph, self.counts), Contents(other, self.counts)
-        self.walk = _Axes(graph, contents=self.contents, batch=batch, rows=rows)
-        self.walk.axes.update(inputs)
-        self.rigid = [batch]
-        self._states: dict[int, State] = {}
-        self._sharing: dict[int, list[int]] = {}
-        for value in inputs:
-            self._enter(value, "apart" if self.has_batch(value) else "shared")
-        self._resizes = {
-            mine.index for mine, its in zip(graph.ops, other.ops, strict=True) if repr(plain(mine)) != repr(plain(its))
-        }  # NaN is not equal to itself
         self._parts: set[int] = set()
-        self._others = literals(other)
         self.sound = Sound(self)
         self.merges = Merges(self)
-
-    # ---- what is known
-
-    def state(self, value: int) -> State:
-        """What a value has of the samples now; weights, tables and numbers in the code depend on none."""
-        if value not in self._states:
-            self._enter(value, self._from_outside(value))
-        return self._states[value]
-
-    def _enter(self, value: int, state: State) -> None:
-        if value not in self._states:
-            self._sharing.setdefault(self.graph.values[value].storage, []).append(value)
-        self._states[value] = state
-
-    def axes(self, value: int) -> Axes:
-        """The axes of a value as far as they are known now."""
-        if value not in self.walk.axes:
-            self.state(value)
-        return tuple(map(resolve, self.walk.of(value)))
-
-    def has_batch(self, value: int) -> bool:
-        """Whether all of a tensor is divided by the batch: each element belongs to a sample."""
-        return any(covers(axis, self.batch) for axis in self.axes(value))
-
-    def longer(self, value: int) -> tuple[bool, ...]:
-        """Which dimensions of a value are longer for a larger batch."""
-        return self.counts.get(value) or (False,) * len(self.graph.values[value].shape)
-
-    def is_same_along(self, value: int, dim: int) -> bool:
-        """Whether a value that depends on no sample is the same everywhere along a dimension."""
-        return all(isinstance(factor, Factor) and not factor.lost for factor in self.axes(value)[dim])
-
-    def resized(self, op: Op) -> bool:
-        """Whether the numbers among the arguments of an op are others for a larger batch."""
-        return op.index in self._resizes
-
-    def _from_outside(self, value: int) -> State:
-        row = self.graph.values[value]
-        made = tuple(fresh(size) for size in row.shape)
-        for axis in made:
-            lose(axis, "it comes from outside")
-        self.walk.axes[value] = made
-        mine, its = self.contents[0].literals.get(value), self._others.get(value)
-        same = mine is None or its is None or torch.equal(mine, its)
-        if row.shape == self.other.values[value].shape and same:
-            return "shared"
-        self.cause.setdefault(value, -1)
-        return "mixed"
-
-    # ---- one op
 
     def step(self, op: Op) -> None:
         """Follow one op."""
@@ -184,14 +75,6 @@ class BatchWalk:
             else:
                 self._enter(value, state)
 
-    def mixes(self, act: Callable[[], None]) -> bool:
-        """Whether something that is done to axes mixes samples, or entries."""
-        act()
-        found = any(leaf.lost for leaf in self.rigid)
-        for leaf in self.rigid:
-            leaf.lost = ""
-        return found
-
     def _ruled(self, op: Op, given: Sequence[State]) -> list[State]:
         """The states of what an op makes, by the rule of its axes."""
         walk, name = self.walk, name_of(op)
@@ -214,16 +97,6 @@ class BatchWalk:
         if mixed or resized or placed or "mixed" in states or self._works_on_all(op):
             return ["mixed"] * len(op.outputs)
         return [self.made("apart" in states, value) for value in op.outputs]
-
-    def made(self, of_samples: bool, value: int) -> State:
-        """The state of a value that nothing has mixed, by where its axes have the factor, and by its sizes."""
-        axes, its = self.axes(value), self.other.values[value].shape
-        found = sum(map(times, axes))
-        slices = {self.batch: self.other_rows}
-        for axis, size in zip(axes, its, strict=True):
-            if times(axis, self.batch) and local_size(axis, slices) != size:
-                return "mixed"
-        return "shared" if not of_samples else "apart" if found == 1 else "mixed"
 
     def _works_on_all(self, op: Op) -> bool:
         """Whether an op works along a dimension that is longer for a larger batch, or sums over the batch."""
@@ -328,28 +201,6 @@ class BatchWalk:
             elif state == "apart" and self._states[other] == "shared":
                 self._states[other] = "apart"
         self._enter(value, state)
-
-
-def _without(axis: Axis, blocked: Collection[Factor], why: str) -> Axis:
-    """The axis with lost leaves in place of some."""
-    made: list[Factor | Cat] = []
-    for factor in resolve(axis):
-        if isinstance(factor, Cat):
-            factor = Cat(_without(segment, blocked, why) for segment in factor.segments)
-        elif factor in blocked:
-            factor = Factor(factor.size)
-            lose((factor,), why)
-        made.append(factor)
-    return tuple(made)
-
-
-def _counts(graph: ModelGraph, other: ModelGraph) -> dict[int, tuple[bool, ...]]:
-    """Which dimensions of each value are longer for a larger batch."""
-    return {
-        index: tuple(left != right for left, right in zip(mine.shape, its.shape, strict=False))
-        for index, (mine, its) in enumerate(zip(graph.values, other.values, strict=False))
-        if mine.shape != its.shape
-    }
 
 
 def _scalars(numbers: Iterable[Any]) -> list[Any]:

@@ -22,19 +22,17 @@ the size.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autoshard.axes.axis import Axis, Factor, covers, fresh, leaves, lose, reshape, size_of, times
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.given import arguments_of, plain, written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, name_of
 from autoshard.capture.traits import traits_of
-
-if TYPE_CHECKING:
-    from autoshard.axes.batch_walk import BatchWalk, State
 
 COPIES = frozenset({"to", "_to_copy", "alias", "contiguous", "clone", "detach"}) | RESHAPES
 """Ops that hand on the same numbers in the same order, if as many of them."""
@@ -88,7 +86,7 @@ class Entries:
         puts: (op, selection) of what puts entries back that a mask chose.
     """
 
-    def __init__(self, walk: "BatchWalk") -> None:
+    def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self.sized: set[int] = set()
         self.puts: list[tuple[int, Selection]] = []
@@ -102,7 +100,7 @@ class Entries:
         self._chosen: dict[Any, Selection] = {}
         self._written = written_storages(walk.graph)
 
-    def results(self, op: Op) -> list["State"] | None:
+    def results(self, op: Op) -> list[State] | None:
         """The states of what an op makes of entries, or of elements by their places; None if it is no such op."""
         name = name_of(op)
         made: list[State] | None = None
@@ -149,7 +147,7 @@ class Entries:
 
     # ---- places, counts and ends of groups
 
-    def _sort(self, op: Op, name: str) -> list["State"] | None:
+    def _sort(self, op: Op, name: str) -> list[State] | None:
         walk, source = self.walk, op.inputs[0]
         values, places = (-1, op.outputs[0]) if name == "argsort" else (op.outputs[0], op.outputs[-1])
         known = self._places.get(source)
@@ -169,7 +167,7 @@ class Entries:
         """Whether every element belongs to a sample of the batch."""
         return self.walk.state(value) == "apart" and self.walk.has_batch(value)
 
-    def _entries(self, value: int, selection: Selection, at: int = 0) -> "State":
+    def _entries(self, value: int, selection: Selection, at: int = 0) -> State:
         """Give a result the entries along one dimension."""
         self._give(value, {at: (selection.leaf,)})
         return "apart"
@@ -182,7 +180,7 @@ class Entries:
                 lose(axis, "entries")
         self.walk.walk.axes[value] = tuple(made)
 
-    def _found(self, op: Op, name: str) -> list["State"] | None:
+    def _found(self, op: Op, name: str) -> list[State] | None:
         selection = self._choice(op, op.inputs[0], op.outputs[0])
         if selection is None:
             return None
@@ -303,7 +301,7 @@ class Entries:
 
     # ---- elements and entries
 
-    def _picked(self, op: Op, name: str) -> list["State"] | None:
+    def _picked(self, op: Op, name: str) -> list[State] | None:
         """x[places] makes entries of elements, and x[inverse] tokens of entries."""
         x, made = op.inputs[0], op.outputs[0]
         shape = self.walk.graph.values[made].shape
@@ -366,7 +364,7 @@ class Entries:
 
         return not walk.mixes(pair)
 
-    def _put(self, op: Op, name: str) -> list["State"] | None:
+    def _put(self, op: Op, name: str) -> list[State] | None:
         """out[places] = entries, out[places] += entries, and inverse[places] = 0, 1, 2 and so on."""
         places = self._indexed(op, name) if len(op.inputs) > 2 and op.node is not None else None
         if places is None or op.node is None:
@@ -398,7 +396,7 @@ class Entries:
         shape = self.walk.graph.values[op.outputs[0]].shape
         return numbers is not None and shape == (count,) and torch.equal(numbers.long(), torch.arange(count))
 
-    def _grouped(self, op: Op) -> list["State"] | None:
+    def _grouped(self, op: Op) -> list[State] | None:
         """A product of every entry with the matrix of its own key."""
         if op.node is None or len(op.inputs) != 3:
             return None

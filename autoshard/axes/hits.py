@@ -13,18 +13,16 @@ shows there. The numbers of experts may be used to take parts of the mask and of
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from autoshard.axes.axis import fresh, lose, times
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import COPIES
 from autoshard.axes.given import written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
-
-if TYPE_CHECKING:
-    from autoshard.axes.batch_walk import BatchWalk, State
 
 _PARTS = ("index", "index_select", "_unsafe_index")
 _COUNTS = ("sum", "any", "count_nonzero", "amax")
@@ -42,13 +40,13 @@ class Hit:
 class Hits:
     """The hits of a walk. `found`: what was found by ops (nonzero), by the mask that it is about."""
 
-    def __init__(self, walk: "BatchWalk") -> None:
+    def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self.found: dict[int, int] = {}
         self.lists, self._named = named_hits(walk.graph)
         self._written = written_storages(walk.graph)
 
-    def results(self, op: Op) -> list["State"] | None:
+    def results(self, op: Op) -> list[State] | None:
         """The states of what an op makes of hits; None if it is no such op."""
         graph = self.walk.graph
         if op.outputs and self.lists.get(op.outputs[0]) == op.index:
@@ -76,7 +74,7 @@ class Hits:
         walk = self.walk
         return walk.state(mask) == "apart" and walk.has_batch(mask) and not times(walk.axes(mask)[0], walk.batch)
 
-    def _part(self, op: Op) -> list["State"] | None:
+    def _part(self, op: Op) -> list[State] | None:
         """The part of a mask, or of weights, that an expert has."""
         assert op.node is not None
         walk, x, made = self.walk, op.inputs[0], op.outputs[0]

@@ -9,16 +9,13 @@ other dimensions. What is taken at these places alone is such a tensor.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from autoshard.axes.axis import fresh, lose
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of
 from autoshard.axes.rules import is_pointwise
 from autoshard.capture.graph import Op, name_of
-
-if TYPE_CHECKING:
-    from autoshard.axes.batch_walk import BatchWalk, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +30,11 @@ class Range:
 class SamePlaces:
     """What is known of values, the first such places of each."""
 
-    def __init__(self, walk: "BatchWalk") -> None:
+    def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self._known: dict[int, Range] = {}
 
-    def results(self, op: Op) -> list["State"] | None:
+    def results(self, op: Op) -> list[State] | None:
         """The state of what is taken at such places alone; None for any other op. To be asked before its rule."""
         graph = self.walk.graph
         written = {graph.values[value].storage for value in op.mutates}
@@ -82,7 +79,7 @@ class SamePlaces:
         alike = all(self.walk.graph.values[value].shape == made for value in op.inputs if value in self._known)
         return known.pop() if alike and all(map(self._is_same, rest)) else None
 
-    def _taken(self, op: Op, name: str, known: Range) -> list["State"] | None:
+    def _taken(self, op: Op, name: str, known: Range) -> list[State] | None:
         values, given, made = self.walk.graph.values, arguments_of(op), op.outputs[0]
         shape = values[op.inputs[0]].shape
         dim = given["dim"] % len(shape)

@@ -9,28 +9,24 @@ guarded         questions about each element, which are only asked to raise an e
 switches        both branches of a question whether any row is masked give a row without padding the same
 """
 
-from typing import TYPE_CHECKING
-
 from autoshard.axes.bags import bags
+from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import Entries
 from autoshard.axes.hits import Hits
 from autoshard.axes.same_places import SamePlaces
 from autoshard.capture.graph import Op
 
-if TYPE_CHECKING:
-    from autoshard.axes.batch_walk import BatchWalk, State
-
 
 class Sound:
     """The entries that say what an op makes, for one walk."""
 
-    def __init__(self, walk: "BatchWalk") -> None:
+    def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self.entries = Entries(walk)
         self.hits = Hits(walk)
         self.places = SamePlaces(walk)
 
-    def results(self, op: Op) -> list["State"] | None:
+    def results(self, op: Op) -> list[State] | None:
         """The states of the results of an op by an entry, with their axes; None if none of them is about it."""
         made = self.places.results(op)
         if made is None:

@@ -297,6 +297,28 @@ def _is_inference(module: nn.Module) -> bool:
     return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
 
 
+def _apply_to_stand_ins(apply: Callable[..., nn.Module], thread: int) -> Callable[..., nn.Module]:
+    """What `Module._apply` is in one thread: new tensors take the places of stand-ins, which can't become them."""
+
+    def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
+        if threading.get_ident() != thread:
+            return apply(self, fn, recurse)
+        for child in self.children() if recurse else ():
+            child._apply(fn)
+        for table in (self._parameters, self._buffers):
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                with torch.no_grad():
+                    changed = fn(tensor)
+                if changed is not tensor:
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed
+        return self
+
+    return plain_apply
+
+
 @contextmanager
 def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
@@ -337,24 +359,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
             if generates:
                 recorder.note_state(self, output)
 
-    def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
-        if threading.get_ident() != thread:
-            return apply(self, fn, recurse)
-        for child in self.children() if recurse else ():
-            child._apply(fn)
-        for table in (self._parameters, self._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                with torch.no_grad():
-                    changed = fn(tensor)
-                if changed is not tensor:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed
-        return self
-
     nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
-    nn.Module._apply = plain_apply  # type: ignore[method-assign]
+    nn.Module._apply = _apply_to_stand_ins(apply, thread)  # type: ignore[method-assign]
     try:
         yield
     finally:

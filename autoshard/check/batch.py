@@ -7,7 +7,7 @@ how outputs are made   by their shapes, and by what the ops permit (check.record
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,35 +23,15 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.check.independence import INDEPENDENT, check_apart
 from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
+from autoshard.check.question import Question
 from autoshard.check.records import Apart, Mixed, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.plan.workload import Workload
-from autoshard.runtime.chunks import bind, caller_like, plain_arguments
+from autoshard.runtime.chunks import bind, plain_arguments
 from autoshard.runtime.flags import flags_of
 
 WHOLE = 'Use strategy="balanced", which divides no batch.'
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
-    """A model and how it is called.
-
-    `given`: the arguments as they are handed over; `paths`: for each tensor in them, where it is in `bound`, which are
-    the arguments by the names of the forward's parameters.
-    """
-
-    model: nn.Module
-    given: Call
-    paths: tuple[tuple[str, ...], ...]
-    bound: dict[str, Any]
-    graph: ModelGraph
-    walk: AxisWalk
-    workload: Workload
-
-    def call(self, bound: Mapping[str, Any]) -> Call:
-        """Arguments as they are given to the model."""
-        return caller_like(self.model, *self.given)(bound)
 
 
 def find_batch_axis(

@@ -8,7 +8,7 @@ outputs    of one sample each, of none, or a sum or a mean of samples: merged in
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoshard import nested
 from autoshard.axes.axis import Factor, describe
@@ -24,6 +24,7 @@ from autoshard.capture.call_log import CallLog, Opaque, Reading, Ref, TooManyOps
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
+from autoshard.check.question import Question
 from autoshard.check.records import (
     ROWS,
     Apart,
@@ -39,9 +40,6 @@ from autoshard.plan.batching import BatchAxis, BatchOutput
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
 
-if TYPE_CHECKING:
-    from autoshard.check.batch import Question
-
 MANY_ROWS = (1024, 254, 64, 16)
 """Rows of the run beside it: code may look whether there are many. Fewer if not all is known. From 3, all are a prime
 number away, by which no number that is not a multiple of the rows is likely to be divided."""
@@ -54,7 +52,7 @@ OTHER = 2
 INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
 
 
-def check_apart(question: "Question", batch: BatchAxis) -> Apart:
+def check_apart(question: Question, batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
     first = SampleRun(question, batch, frozenset(), ())
@@ -82,9 +80,7 @@ class SampleRun:
         switches: values of which Python asked whether all elements are true, or false, and the answer.
     """
 
-    def __init__(
-        self, question: "Question", batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]]
-    ) -> None:
+    def __init__(self, question: Question, batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]]) -> None:
         self.question, self.batch, self.padded, self.absent = question, batch, padded, absent
         left = Left(question.model)
         self.graph, self.call_log = self._recorded(ROWS, at_end=left.note)

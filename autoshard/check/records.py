@@ -6,7 +6,7 @@ left        self.table = …                           in attributes of modules,
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -20,15 +20,13 @@ from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.capture.run import Find
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
+from autoshard.check.question import Question
 from autoshard.errors import CaptureError
 from autoshard.plan.batching import BatchAxis, BatchOutput, with_rows
 from autoshard.plan.sharding import coordinates_of
 from autoshard.runtime.chunks import bind
 from autoshard.runtime.flags import flags_of
 from autoshard.runtime.left_behind import new_tensors
-
-if TYPE_CHECKING:
-    from autoshard.check.batch import Question
 
 ROWS = 3
 """Samples of the runs that are followed."""
@@ -113,7 +111,7 @@ def _numbers(model: nn.Module) -> Iterator[tuple[str, float]]:
 
 
 def record_samples(
-    question: "Question", batch: BatchAxis, rows: int, *, padded: Padded = frozenset(),
+    question: Question, batch: BatchAxis, rows: int, *, padded: Padded = frozenset(),
     absent: Sequence[tuple[str, int]] = (), **options: Any,
 ) -> tuple[ModelGraph, CallLog, list[str]]:  # fmt: skip
     """Record a forward with so many samples: (graph, call_log, where each input is among the arguments).
@@ -139,7 +137,7 @@ def record_samples(
     return graph, call_log, paths
 
 
-def record_twice(question: "Question", batch: BatchAxis) -> RecordedSamples:
+def record_twice(question: Question, batch: BatchAxis) -> RecordedSamples:
     """Record a forward with two numbers of samples. Raises `NotRun`."""
     left = Left(question.model)
     graph, _, _ = record_samples(question, batch, ROWS, at_end=left.note)
@@ -196,7 +194,7 @@ def _are_even(first: Any, second: Any, rows: tuple[int, int]) -> bool:
 # ---- what a forward leaves
 
 
-def check_left(question: "Question", batch: BatchAxis, recorded: RecordedSamples) -> None:
+def check_left(question: Question, batch: BatchAxis, recorded: RecordedSamples) -> None:
     """Refuse what a second call, or a part, would find other than the first one did. Raises `Mixed`."""
     model, training = question.model, question.workload.training
     graph, left = recorded.graph, recorded.left
@@ -215,7 +213,7 @@ def check_left(question: "Question", batch: BatchAxis, recorded: RecordedSamples
         )
 
 
-def _is_settled(question: "Question", batch: BatchAxis, recorded: RecordedSamples) -> bool:
+def _is_settled(question: Question, batch: BatchAxis, recorded: RecordedSamples) -> bool:
     """Whether a forward that begins with the numbers which one has left does the same, and leaves them as they are."""
     model, left = question.model, recorded.left
     _set(model, left.counted)

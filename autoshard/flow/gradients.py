@@ -7,18 +7,40 @@ So a gradient goes back over a boundary when it is read on the other side. Of a 
 device it goes home at once.
 """
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from autoshard.capture.graph import Op
+from autoshard.capture.graph import ModelGraph, Op
+from autoshard.flow.objects import HOST_DEVICE, Objects
 
-if TYPE_CHECKING:
-    from autoshard.flow.walk import FlowWalk
+
+@dataclass(slots=True)
+class Walked:
+    """What a walk over the ops has found so far.
+
+    Attributes:
+        caller: device of the code around the outermost call, where its outputs go; None if they stay.
+        op_device: per op, the index of its device, -1 for the host.
+        op_objects: per op, the objects it read; kept only where a backward pass will ask.
+        saved: (op, value) -> the object that autograd saved for that op.
+        left: object -> time by which it has gone to another device for good.
+    """
+
+    graph: ModelGraph
+    objects: Objects
+    caller: int | None = None
+    op_device: list[int] = field(default_factory=list)
+    op_objects: list[tuple[int, ...]] = field(default_factory=list)
+    saved: dict[tuple[int, int], int] = field(default_factory=dict)
+    left: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.op_device = [HOST_DEVICE] * len(self.graph.ops)
 
 
 class Gradients:
     """Backward ops of one walk."""
 
-    def __init__(self, walk: "FlowWalk") -> None:
+    def __init__(self, walk: Walked) -> None:
         self.walk, self.graph, self.objects = walk, walk.graph, walk.objects
         self.begin = walk.graph.backward_begin
         self._home: dict[int, int] = {}  # storage of a parameter's gradient that was brought home -> device
@@ -58,7 +80,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Keep what is in `.grad` after the last op; other than parameters' for longer."""
-        objects, graph, end = self.objects, self.graph, self.walk.end
+        objects, graph, end = self.objects, self.graph, len(self.graph.ops)
         lasting = [(value, end) for value in graph.lasting if graph.values[value].op >= self.begin]
         for value, time in [*((value, end - 1) for _, value in graph.gradients), *lasting]:
             if objects.current[value] >= 0:

@@ -13,7 +13,7 @@ import torch
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
 from autoshard.common.module_paths import above
 from autoshard.flow.data import Flow
-from autoshard.flow.gradients import Gradients
+from autoshard.flow.gradients import Gradients, Walked
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.views import Views
 from autoshard.plan.placement import Homes
@@ -21,33 +21,23 @@ from autoshard.plan.placement import Homes
 _LOOK_UP = torch.ops.aten.embedding.default
 
 
-class FlowWalk:
+class FlowWalk(Walked):
     """State of one walk over the ops.
 
     Attributes:
-        caller: device of the code around the outermost call, where its outputs go; None if they stay.
-        op_device: per op, the index of its device, -1 for the host.
-        op_objects: per op, the objects it read; kept only where a backward pass will ask.
-        saved: (op, value) -> the object that autograd saved for that op.
-        left: object -> time by which it has gone to another device for good.
         aligned, written_back: as in `Flow`, ordered sets.
     """
 
     def __init__(
         self, graph: ModelGraph, homes: Homes, tensor_device: dict[str, str], devices: tuple[str, ...],
     ) -> None:  # fmt: skip
-        self.graph, self.homes, self.tensor_device = graph, homes, tensor_device
-        self.objects = Objects(graph, devices or (homes.homes[""],))
+        super().__init__(graph, Objects(graph, devices or (homes.homes[""],)))
+        self.homes, self.tensor_device = homes, tensor_device
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
         hooked = [*homes.hooked, *(_lookup_tables(graph, homes) if "" in homes.mixed else ())]
         self.hooked = {path: self.device_index[homes.homes[path]] for path in hooked}
         self.root_device = self.hooked[""]
-        self.caller: int | None = None
         self.end = len(graph.ops)
-        self.op_device = [HOST_DEVICE] * self.end
-        self.op_objects: list[tuple[int, ...]] = []
-        self.saved: dict[tuple[int, int], int] = {}
-        self.left: dict[int, int] = {}
         self.aligned: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
         self._stack: list[int] = []

@@ -57,12 +57,7 @@ def make_page(
     """
     places = places_of(plan, profile)
     ranks, reasons = estimate.ranks, plan.reasons if study is None else study.reasons
-    happening, drawn = events_of(plan, profile, cluster, study)
-    names = [rank.first for rank in ranks] if study is not None else cluster.names
-    timeline = timeline_data(happening, names, estimate.recorded_seconds)
-    if study is not None:
-        labels = {rank.first: ranks_label(rank, plan).partition(" · ")[0] for rank in ranks}
-        timeline["lanes"] = [" ".join(labels.get(word, word) for word in name.split()) for name in timeline["lanes"]]
+    timeline, drawn = _timeline(plan, estimate, profile, cluster, study)
     start = next((reason for reason in reversed(reasons) if reason.startswith("start it")), "")
     parts = [part for part in PARTS if any(device.parts[part] for device in estimate.devices)]
     every = [*capture_notes(profile), *estimate_notes(estimate), *map(as_sentence, (*notes, *cluster.notes))]
@@ -107,6 +102,19 @@ def make_page(
         data=_embedded({"timeline": timeline, "kinds": KINDS}),
         style=_page_file("page.css"), script=_page_file("page.js"),
     )  # fmt: skip
+
+
+def _timeline(
+    plan: Plan, estimate: Estimate, profile: Profile, cluster: Cluster, study: Study | None
+) -> tuple[dict[str, Any], str]:
+    """The timeline as data, and what is drawn; lanes of ranks have their names."""
+    happening, drawn = events_of(plan, profile, cluster, study)
+    if study is None:
+        return timeline_data(happening, cluster.names, estimate.recorded_seconds), drawn
+    timeline = timeline_data(happening, [rank.first for rank in estimate.ranks], estimate.recorded_seconds)
+    labels = {rank.first: ranks_label(rank, plan).partition(" · ")[0] for rank in estimate.ranks}
+    timeline["lanes"] = [" ".join(labels.get(word, word) for word in name.split()) for name in timeline["lanes"]]
+    return timeline, drawn
 
 
 def _places_in(plan: Plan, places: Places, path: str) -> object:

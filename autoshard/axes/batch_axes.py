@@ -1,0 +1,172 @@
+"""What the values of one run have of the samples of a batch, as far as a walk (`batch_walk`) has come."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from autoshard.axes.axis import Axis, Cat, Factor, covers, fresh, leaves, local_size, lose, resolve, times
+from autoshard.axes.batch_rules import TABLE
+from autoshard.axes.contents import Contents, paired
+from autoshard.axes.given import literals, plain
+from autoshard.axes.rules import Axes, Seen
+from autoshard.axes.walk import AxisWalk
+from autoshard.capture.graph import ModelGraph, Op
+
+State = Literal["shared", "apart", "mixed"]
+"""Of a tensor: no sample decides anything of it; each slice of the factor belongs to one sample; anything else."""
+
+
+@dataclass(slots=True)
+class _Axes(AxisWalk):
+    """A walk that knows numbers which code alone decides, in both runs.
+
+    `known`: indices of the present op, and whether they pick the same of every sample, whatever made them.
+    """
+
+    table: Mapping[Any, Any] = field(default_factory=lambda: TABLE)
+    contents: tuple[Contents, ...] = ()
+    batch: Factor | None = None
+    rows: tuple[int, int] = (0, 0)
+    known: dict[int, bool] = field(default_factory=dict)
+
+    def block(self, axes: Iterable[Axis], what: str = "") -> None:
+        """What is made along an axis is not the same everywhere; what it is made of may be, as a mask is of which code
+        asks whether all of it is true."""
+        for axis in axes:
+            if axis:
+                self.blocks.append((self._op, axis))
+                lose(tuple(leaf for leaf in leaves(axis) if leaf.rigid), f"{self.why}: {what}")
+
+    def run(self, op: Op) -> None:
+        AxisWalk.run(self, op)
+        blocked = {leaf for _, axis in self.blocks for leaf in leaves(axis) if not leaf.rigid}
+        for value in op.outputs if blocked else ():
+            if value in op.inputs:
+                lose(tuple(leaf for axis in self.axes[value] for leaf in leaves(axis) if leaf in blocked), self.why)
+            else:
+                self.axes[value] = tuple(_without(axis, blocked, self.why) for axis in self.axes[value])
+
+    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
+        numbers = [contents.of(index.value) for contents in self.contents]
+        made = paired(resolve(axis), numbers, self.batch, self.rows)
+        self.known[index.value] = self.known.get(index.value, True) and made is not None
+        return made
+
+
+class BatchAxes:
+    """What every value of a graph has of the samples.
+
+    Attributes:
+        other: the same forward with a larger batch, which runs the same ops; `rows`, `other_rows`: of how many.
+        batch: the factor of the samples; `axes`: of all values, with it.
+        counts: by value, which of its dimensions are longer for a larger batch.
+        cause: by mixed value, the op that first mixed samples, -1 for one from outside.
+    """
+
+    def __init__(
+        self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Axes], batch: Factor, rows: tuple[int, int]
+    ) -> None:
+        self.graph, self.other, self.batch = graph, other, batch
+        self.rows, self.other_rows = rows
+        self.counts = _counts(graph, other)
+        self.cause: dict[int, int] = {}
+        self.contents = Contents(graph, self.counts), Contents(other, self.counts)
+        self.walk = _Axes(graph, contents=self.contents, batch=batch, rows=rows)
+        self.walk.axes.update(inputs)
+        self.rigid = [batch]
+        self._states: dict[int, State] = {}
+        self._sharing: dict[int, list[int]] = {}
+        for value in inputs:
+            self._enter(value, "apart" if self.has_batch(value) else "shared")
+        self._resizes = {
+            mine.index for mine, its in zip(graph.ops, other.ops, strict=True) if repr(plain(mine)) != repr(plain(its))
+        }  # NaN is not equal to itself
+        self._others = literals(other)
+
+    def state(self, value: int) -> State:
+        """What a value has of the samples now; weights, tables and numbers in the code depend on none."""
+        if value not in self._states:
+            self._enter(value, self._from_outside(value))
+        return self._states[value]
+
+    def _enter(self, value: int, state: State) -> None:
+        if value not in self._states:
+            self._sharing.setdefault(self.graph.values[value].storage, []).append(value)
+        self._states[value] = state
+
+    def axes(self, value: int) -> Axes:
+        """The axes of a value as far as they are known now."""
+        if value not in self.walk.axes:
+            self.state(value)
+        return tuple(map(resolve, self.walk.of(value)))
+
+    def has_batch(self, value: int) -> bool:
+        """Whether all of a tensor is divided by the batch: each element belongs to a sample."""
+        return any(covers(axis, self.batch) for axis in self.axes(value))
+
+    def longer(self, value: int) -> tuple[bool, ...]:
+        """Which dimensions of a value are longer for a larger batch."""
+        return self.counts.get(value) or (False,) * len(self.graph.values[value].shape)
+
+    def is_same_along(self, value: int, dim: int) -> bool:
+        """Whether a value that depends on no sample is the same everywhere along a dimension."""
+        return all(isinstance(factor, Factor) and not factor.lost for factor in self.axes(value)[dim])
+
+    def resized(self, op: Op) -> bool:
+        """Whether the numbers among the arguments of an op are others for a larger batch."""
+        return op.index in self._resizes
+
+    def _from_outside(self, value: int) -> State:
+        row = self.graph.values[value]
+        made = tuple(fresh(size) for size in row.shape)
+        for axis in made:
+            lose(axis, "it comes from outside")
+        self.walk.axes[value] = made
+        mine, its = self.contents[0].literals.get(value), self._others.get(value)
+        same = mine is None or its is None or torch.equal(mine, its)
+        if row.shape == self.other.values[value].shape and same:
+            return "shared"
+        self.cause.setdefault(value, -1)
+        return "mixed"
+
+    def mixes(self, act: Callable[[], None]) -> bool:
+        """Whether something that is done to axes mixes samples, or entries."""
+        act()
+        found = any(leaf.lost for leaf in self.rigid)
+        for leaf in self.rigid:
+            leaf.lost = ""
+        return found
+
+    def made(self, of_samples: bool, value: int) -> State:
+        """The state of a value that nothing has mixed, by where its axes have the factor, and by its sizes."""
+        axes, its = self.axes(value), self.other.values[value].shape
+        found = sum(map(times, axes))
+        slices = {self.batch: self.other_rows}
+        for axis, size in zip(axes, its, strict=True):
+            if times(axis, self.batch) and local_size(axis, slices) != size:
+                return "mixed"
+        return "shared" if not of_samples else "apart" if found == 1 else "mixed"
+
+
+def _without(axis: Axis, blocked: Collection[Factor], why: str) -> Axis:
+    """The axis with lost leaves in place of some."""
+    made: list[Factor | Cat] = []
+    for factor in resolve(axis):
+        if isinstance(factor, Cat):
+            factor = Cat(_without(segment, blocked, why) for segment in factor.segments)
+        elif factor in blocked:
+            factor = Factor(factor.size)
+            lose((factor,), why)
+        made.append(factor)
+    return tuple(made)
+
+
+def _counts(graph: ModelGraph, other: ModelGraph) -> dict[int, tuple[bool, ...]]:
+    """Which dimensions of each value are longer for a larger batch."""
+    return {
+        index: tuple(left != right for left, right in zip(mine.shape, its.shape, strict=False))
+        for index, (mine, its) in enumerate(zip(graph.values, other.values, strict=False))
+        if mine.shape != its.shape
+    }

@@ -1,0 +1,34 @@
+"""What is asked about a batch: a model, and how it is called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autoshard.axes.walk import AxisWalk
+from autoshard.capture.capture import Call
+from autoshard.capture.graph import ModelGraph
+from autoshard.plan.workload import Workload
+from autoshard.runtime.chunks import caller_like
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A model and how it is called.
+
+    `given`: the arguments as they are handed over; `paths`: for each tensor in them, where it is in `bound`, which are
+    the arguments by the names of the forward's parameters.
+    """
+
+    model: nn.Module
+    given: Call
+    paths: tuple[tuple[str, ...], ...]
+    bound: dict[str, Any]
+    graph: ModelGraph
+    walk: AxisWalk
+    workload: Workload
+
+    def call(self, bound: Mapping[str, Any]) -> Call:
+        """Arguments as they are given to the model."""
+        return caller_like(self.model, *self.given)(bound)
