@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.axes.batch_rules import TABLE
 from autoshard.axes.rules import RULES, pointwise
 
 
@@ -19,6 +20,12 @@ class Running(nn.Module):
         return self.down(self.up(x.softmax(-1)).renorm(2, self.dim, 0.5)).softmax(-1)
 
 
+@pytest.fixture
+def false_rule(monkeypatch):
+    for rules in (RULES, TABLE):
+        monkeypatch.setitem(rules, torch.ops.aten.renorm, pointwise)
+
+
 @pytest.mark.parametrize(
     ("dim", "settings"),
     [
@@ -27,14 +34,12 @@ class Running(nn.Module):
         (1, {"strategy": "data-parallel", "objective": "throughput"}),
     ],
 )
-def test_a_false_rule_is_convicted_by_numbers(dim, settings, monkeypatch):
-    monkeypatch.setitem(RULES, torch.ops.aten.renorm, pointwise)
+def test_a_false_rule_is_convicted_by_numbers(dim, settings, false_rule):
     with pytest.raises(autoshard.PlanError, match="does not compute the same in parts: output differs by"):
         autoshard.plan(Running(dim), "2x1MiB", inputs=torch.randn(4, 16), **settings)
 
 
-def test_auto_places_whole_modules_instead(monkeypatch):
-    monkeypatch.setitem(RULES, torch.ops.aten.renorm, pointwise)
+def test_auto_places_whole_modules_instead(false_rule):
     model, x = Running(1), torch.randn(64, 16)
     plan = autoshard.plan(model, "2x1MiB", inputs=x, objective="throughput", workload=autoshard.Workload(batch_size=64))
     assert plan.num_microbatches == 1 and plan.batch is None
