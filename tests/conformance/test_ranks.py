@@ -26,7 +26,7 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
 def test_equal_to_the_whole_model(count):
     run_ranks(
         check_models, count, QUICK[count], CACHES if count == 2 else CACHES[:1], timeout_seconds=300, group_seconds=120

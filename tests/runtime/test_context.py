@@ -125,7 +125,7 @@ CASES = {  # the ranks that found where to divide by themselves have the first
 
 
 @sharded_replicas
-@pytest.mark.parametrize("ranks", CASES)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_of_sequences_train_as_on_one_process(ranks):
     jobs = {}
     for number, (name, mesh, recompute) in enumerate(CASES[ranks]):

@@ -189,7 +189,6 @@ USUAL = {
     ("columns", "stop", "apply"),
     ("mesh", "kill", "forward"),
     ("stages 2", "kill", "backward"),
-    ("stages 4", "stop", "backward"),
     ("sharded", "raise", "save"),
     ("replicas", "kill", "save"),
     ("sharded replicas", "kill", "backward"),
