@@ -98,7 +98,7 @@ def test_predicted_peak(case, training):
         pytest.xfail("torch 2.11 keeps 1.7 KiB more in its attention on one device than is told, 8.3 KiB predicted")
     plan, estimate = tight_plan(case.name, "balanced", training)
     measured = measured_peaks(case.model(), plan, case.example(), training)
-    assert_predicted(estimate, measured, *((0.05, 4096) if training else (0.01, 64)))
+    assert_predicted(estimate, measured, *((0.05, 4096) if training else (0.01, 128)))
 
 
 @pytest.mark.parametrize("new_tokens", [8, pytest.param(40, marks=pytest.mark.slow)])
