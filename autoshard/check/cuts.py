@@ -171,25 +171,23 @@ class CutChecks:
             place for place, (same, cut) in enumerate(zip(own, cuts, strict=True))
             if not same or error.op in due_on(run.graph, same, [cut.shares] * len(same), 0)
         ]  # fmt: skip
-        if len(groups) == 1 or len(at) == 1:
-            return {(at or places)[0]: _said(found)}
         return self._halved(groups, cuts, at or places, found)
 
     def _halved(
-        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], places: Sequence[int],
-        whole: tuple[RankRuns, Differs] | None = None,
+        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], places: Sequence[int], found: tuple[RankRuns, Differs]
     ) -> dict[int, str]:  # fmt: skip
         """Which of these cuts make a difference: a half that makes none has none of them.
 
-        Where only both halves together make one, the smallest is given up. `whole`: a difference that all cuts make.
+        Where only both halves together make one, the smallest is given up. `found`: a difference that all of them make.
         """
-        found = self._difference([groups[place] for place in places], [cuts[place] for place in places]) or whole
-        if found is None:
-            return {}
         if len(places) == 1:
             return {places[0]: _said(found)}
+        reasons: dict[int, str] = {}
         half = len(places) // 2
-        reasons = self._halved(groups, cuts, places[:half]) | self._halved(groups, cuts, places[half:])
+        for part in (places[:half], places[half:]):
+            differs = self._difference([groups[place] for place in part], [cuts[place] for place in part])
+            if differs is not None:
+                reasons |= self._halved(groups, cuts, part, differs)
         least = min(places, key=lambda place: groups[place].nbytes)
         return reasons or {least: _said(found)}
 
