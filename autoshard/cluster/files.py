@@ -23,7 +23,7 @@ from autoshard.cluster.links import make_links, usual_host
 from autoshard.cluster.network import with_networks
 from autoshard.common.files import write_whole
 from autoshard.common.sizes import parse_bytes
-from autoshard.common.strict import Misread, expect, read_as
+from autoshard.common.strict import Misread, expect, read_as, read_fields
 from autoshard.errors import SpecError
 
 FORMAT, VERSION = "autoshard-cluster", 1
@@ -32,52 +32,20 @@ LARGEST = 1e30
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceEntry:
-    """What a file may say of a device; `memory` as people write it. See `Device`."""
+class ClusterFile:
+    """What a file may say; a link is source, destination, bytes per second, seconds.
 
-    name: str
-    kind: str = "generic"
-    memory: str | int | None = None
-    memory_bytes: int | None = None
-    host: str = "host0"
-    flops_per_second: Mapping[str, float] | None = None
-    bytes_per_second: float | None = None
-    launch_seconds: float | None = None
-    overhead_bytes: int | None = None
-    block_bytes: int | None = None
-    measured: bool | None = None
+    Devices and hosts may leave out any field of `Device` and `Host`. What a host has instead of `Device.network`, and
+    `memory`, as people write it, are read by themselves.
+    """
 
-
-@dataclass(frozen=True, kw_only=True)
-class HostEntry:
-    """What a file may say of a host. See `Host`."""
-
-    name: str
-    nics: int | None = None
-    nic_bytes_per_second: float | None = None
-    latency_seconds: float | None = None
-    peer_links: bool | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class NetworkEntry:
-    """What a copy between two hosts gets."""
-
-    bytes_per_second: float | None = None
-    latency_seconds: float | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClusterEntry:
-    """A cluster file; a link is source, destination, bytes per second, seconds."""
-
-    devices: tuple[DeviceEntry, ...]
+    devices: tuple[Mapping[str, Any], ...]
     format: str = FORMAT
     version: int = VERSION
     spec: str = ""
-    hosts: tuple[HostEntry, ...] = ()
+    hosts: tuple[Mapping[str, Any], ...] = ()
     links: tuple[tuple[str | float, ...], ...] = ()
-    network: NetworkEntry = field(default_factory=NetworkEntry)
+    network: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
@@ -103,8 +71,7 @@ def cluster_from_dict(data: Any) -> Cluster:
     try:
         if isinstance(data, Mapping) and isinstance(version := data.get("version", VERSION), int) and version > VERSION:
             raise SpecError(f"this autoshard reads version {VERSION}, and it has {version}. Update autoshard.")
-        entry: ClusterEntry = read_as(ClusterEntry, data, "the cluster")
-        return _cluster(entry)
+        return _cluster(read_as(ClusterFile, data, "the cluster"))
     except Misread as error:
         raise SpecError(f"{error}.") from None
 
@@ -128,50 +95,58 @@ def read_cluster(path: str) -> Cluster:
     return cluster if cluster.spec else replace(cluster, spec=path)
 
 
-def _cluster(entry: ClusterEntry) -> Cluster:
+def _cluster(entry: ClusterFile) -> Cluster:
     count = len(entry.devices)
+    expect(entry.version >= 1, "version", f"a number from 1 to {VERSION}", entry.version)
     expect(0 < count <= MAX_DEVICES, "devices", f"a list of 1 to {MAX_DEVICES}", f"{count} devices")
-    names = [device.name for device in entry.devices]
-    expect(len(set(names)) == count, "devices", "listed once each", max(names, key=names.count))
-    devices = [_device(one) for one in entry.devices]
+    devices = [_device(one, f"device {number} of the cluster") for number, one in enumerate(entry.devices)]
+    names = [device.name for device in devices]
+    expect(len(set(names)) == count, "devices", "listed once, not twice", max(names, key=names.count))
     hosts = _hosts(entry, devices)
     devices = with_networks(devices, hosts)
     links = make_links(devices, hosts, dict(_link(row, names) for row in entry.links))
     return Cluster(devices=tuple(devices), links=links, spec=entry.spec, notes=entry.notes)
 
 
-def _device(entry: DeviceEntry) -> Device:
-    where = f"of device {entry.name[:40]!r}"
-    row = hardware_table().get(entry.kind) or find_hardware(entry.kind)
-    size = entry.memory_bytes if entry.memory_bytes is not None else entry.memory
-    size = size if size is not None else row.memory_bytes or None
-    expect(size is not None and bool(entry.name), f"memory {where}", 'a size such as "24GiB"', size)
-    memory_bytes = parse_bytes(size or 0)
-    made = make_device(row, name=entry.name, memory_bytes=memory_bytes, host=entry.host, plain_size=not row.is_card)
-    said = {name: getattr(entry, name) for name in ("bytes_per_second", "launch_seconds", "overhead_bytes",
-                                                    "block_bytes", "flops_per_second", "measured")}  # fmt: skip
-    said = {name: value for name, value in said.items() if value is not None}
+def _device(entry: Mapping[str, Any], where: str) -> Device:
+    said = read_fields(Device, {key: value for key, value in entry.items() if key != "memory"}, where, some=True)
+    expect(bool(said.get("name")), f"the name of {where}", 'a text such as "cuda:0"', said.get("name"))
+    where = f"device {said['name'][:40]!r}"
+    expect("network" not in said, where, "without a network, which hosts have", said.get("network"))
+    kind = said.pop("kind", "generic")
+    row = hardware_table().get(kind) or find_hardware(kind)
+    size = said.pop("memory_bytes", entry.get("memory", row.memory_bytes or None))
+    good = isinstance(size, (int, str)) and not isinstance(size, bool)
+    expect(good, f"memory of {where}", 'a size such as "24GiB"', size)
+    made = make_device(
+        row, name=said.pop("name"), memory_bytes=parse_bytes(size), host=said.pop("host", "host0"),
+        plain_size=not row.is_card,
+    )  # fmt: skip
     for name, value in said.items():
         for figure in value.values() if isinstance(value, Mapping) else [value]:
-            _check_figure(f"{name} {where}", figure, name == "block_bytes")
+            _check_figure(f"{name} of {where}", figure, name == "block_bytes")
     return replace(made, **said)
 
 
-def _hosts(entry: ClusterEntry, devices: list[Device]) -> list[Host]:
+def _hosts(entry: ClusterFile, devices: list[Device]) -> list[Host]:
     """Every host: as the table has it, with what "network" says of all and "hosts" of some."""
-    network, found = entry.network, []
+    network, found = dict(entry.network), []
+    unknown = sorted(set(network) - {"bytes_per_second", "latency_seconds"})
+    expect(not unknown, "network", "bytes_per_second and latency_seconds only", unknown)
+    for name, figure in network.items():
+        _check_figure(f"{name} of the network", figure, name == "bytes_per_second")
+    if "bytes_per_second" in network:
+        network["nic_bytes_per_second"] = network.pop("bytes_per_second") / LINK_EFFICIENCY
     names = list(dict.fromkeys(device.host for device in devices))
-    said = {host.name: host for host in entry.hosts}
+    read = [
+        read_fields(Host, row, f"host {number} of the cluster", some=True) for number, row in enumerate(entry.hosts)
+    ]  # fmt: skip
+    said = {row.get("name", ""): row for row in read}
     for name in said:
         expect(name in names, "hosts", f"hosts of devices ({', '.join(names[:8])[:200]})", name)
     for name in names:
         host = usual_host(name, [device for device in devices if device.host == name])
-        if network.bytes_per_second is not None:
-            host = replace(host, nic_bytes_per_second=network.bytes_per_second / LINK_EFFICIENCY)
-        if network.latency_seconds is not None:
-            host = replace(host, latency_seconds=network.latency_seconds)
-        known = asdict(said[name]) if name in said else {}
-        host = replace(host, **{key: value for key, value in known.items() if value is not None})
+        host = replace(host, **{**network, **said.get(name, {})})
         _check_figure(f"nics of host {name[:40]!r}", host.nics, True)
         _check_figure(f"network rate of host {name[:40]!r}", host.nic_bytes_per_second, True)
         _check_figure(f"network latency of host {name[:40]!r}", host.latency_seconds)

@@ -29,6 +29,8 @@ def read_as(kind: Any, data: Any, name: str) -> Any:
     Fields of a dataclass that have a default may be missing. Raises `Misread` for anything else.
     """
     origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return data
     if origin in (Union, UnionType):
         kinds = [one for one in inner if one is not type(None)]
         if data is None and len(kinds) < len(inner):
@@ -56,11 +58,12 @@ def read_as(kind: Any, data: Any, name: str) -> Any:
     return data
 
 
-def read_fields(kind: type, data: Any, name: str) -> dict[str, Any]:
-    """Read the fields that an object has of a dataclass; as `read_as`."""
+def read_fields(kind: type, data: Any, name: str, *, some: bool = False) -> dict[str, Any]:
+    """Read the fields that an object has of a dataclass, as `read_as`; `some`: any of them may be missing."""
     known = {field.name: field for field in fields(kind)}
     needed = [
-        key for key, field in known.items() if field.default is MISSING and field.default_factory is MISSING
+        key for key, field in known.items()
+        if field.default is MISSING and field.default_factory is MISSING and not some
     ]  # fmt: skip
     expect(isinstance(data, Mapping), name, "an object", data)
     lacking = [key for key in needed if key not in data]
