@@ -256,11 +256,11 @@ def _dims_of(item: Any) -> int:
 def _without_tensors(value: Any) -> Any:
     """The same with `Opaque` for objects that have tensors."""
 
-    def stand_in(_: str, leaves: list[Any]) -> Any:
+    def placeholder(_: str, leaves: list[Any]) -> Any:
         return Opaque(type(leaves[0])) if _has_tensors(leaves[0]) else leaves[0]
 
     held = any(_has_tensors(leaf) for _, leaf in nested.leaves_in(value))
-    return nested.join_leaves([value], stand_in) if held else value
+    return nested.join_leaves([value], placeholder) if held else value
 
 
 def _has_tensors(leaf: Any) -> bool:

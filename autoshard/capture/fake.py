@@ -360,7 +360,7 @@ def _by_running(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).zero_()
 
     out = func(*(swap_tensors(value, zeros) for value in args), **kwargs)
-    return tuple(engine.shapes.stand_in(item) if isinstance(item, torch.Tensor) else item for item in out)
+    return tuple(engine.shapes.placeholder(item) if isinstance(item, torch.Tensor) else item for item in out)
 
 
 def _batch_norm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -13,17 +13,17 @@ from autoshard.torch_private import FakeTensor
 Storages = dict[int, torch.UntypedStorage]
 Kind = Literal["parameter", "buffer", "attribute", "input"]
 Make = Callable[[torch.Tensor, Kind], torch.Tensor]
-"""Makes the stand-in of one tensor."""
+"""Makes the placeholder of one tensor."""
 
 
-def put_stand_ins(model: nn.Module, make: Make) -> None:
+def put_placeholders(model: nn.Module, make: Make) -> None:
     """Replace every parameter, buffer and tensor attribute below `model` by `make(tensor, kind)`.
 
-    One tensor object gets one stand-in, so ties stay ties.
+    One tensor object gets one placeholder, so ties stay ties.
     """
     made: dict[int, torch.Tensor] = {}
 
-    def stand_in(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
+    def placeholder(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
         if id(tensor) not in made:
             made[id(tensor)] = make(tensor, kind)
         return made[id(tensor)]
@@ -33,18 +33,18 @@ def put_stand_ins(model: nn.Module, make: Make) -> None:
         for table, kind in tables:
             for name, tensor in table.items():
                 if tensor is not None:
-                    table[name] = stand_in(tensor, kind)
+                    table[name] = placeholder(tensor, kind)
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
-                vars(module)[name] = stand_in(value, "attribute")
+                vars(module)[name] = placeholder(value, "attribute")
 
 
 def valueless(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def stand_ins(engine: ValueEngine) -> Make:
-    """What makes stand-ins for the tensors of a model, or for its inputs, in one run; shared memory is shared again.
+def placeholders(engine: ValueEngine) -> Make:
+    """What makes placeholders for the tensors of a model, or for its inputs, in one run; shared memory is shared again.
 
     On shapes: fake parameters, large buffers and large inputs of floats; copies of all others. With values: copies of
     everything, or a parameter's own memory if the engine is told so.
@@ -54,7 +54,7 @@ def stand_ins(engine: ValueEngine) -> Make:
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(engine, FakeFloats)
         key = tensor.untyped_storage()._cdata
-        fake = engine.shapes.stand_in(tensor, storages.get(key))
+        fake = engine.shapes.placeholder(tensor, storages.get(key))
         storages.setdefault(key, fake.untyped_storage())
         return fake
 
@@ -101,7 +101,7 @@ def copied(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
 
 
 def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
-    """Give a stand-in what Python can see of the original: being a parameter, requiring grad, attributes."""
+    """Give a placeholder what Python can see of the original: being a parameter, requiring grad, attributes."""
     if isinstance(made, FakeTensor):
         made.requires_grad_(original.requires_grad)
         if isinstance(original, nn.Parameter):

@@ -22,7 +22,7 @@ from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments,
 from autoshard.capture.fake import SMALL_FLOATS, Ranks, ValueEngine, silenced
 from autoshard.capture.graph import Level, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
-from autoshard.capture.material import put_stand_ins, stand_ins
+from autoshard.capture.material import placeholders, put_placeholders
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.observe import Observer
 from autoshard.capture.record import Recorder
@@ -102,8 +102,8 @@ def _recorded(run: Run, recorder: Recorder, level: Level, decode: Decoding | Non
     with ExitStack() as stack:
         stack.enter_context(silenced())
         stack.enter_context(own_random_numbers())
-        make = stand_ins(recorder.engine)  # it keeps the memory of buffers that the model replaces
-        put_stand_ins(model, make)
+        make = placeholders(recorder.engine)  # it keeps the memory of buffers that the model replaces
+        put_placeholders(model, make)
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(training if run.call_log is None else run.call_log.grad))
         if run.composite:
@@ -234,16 +234,16 @@ def _enter_inputs(given: Call, recorder: Recorder) -> tuple[tuple, dict[str, Any
 
     Containers and objects of unknown classes (a cache) are copied whole, so the caller's stay as they are.
     """
-    make = stand_ins(recorder.engine)
+    make = placeholders(recorder.engine)
     memo: dict[int, Any] = {}
     for tensor in [*(tensor for _, tensor in nested.tensors_in(given)), *opaque_tensors(given)]:
         if id(tensor) not in memo:
             memo[id(tensor)] = make(tensor, "input")
-    stand_in = dict(memo)
+    placeholder = dict(memo)
     try:
         args, kwargs = copy.deepcopy(given, memo)
     except Exception:  # something in there can't be copied (a lock, a module with state): it is passed as it is
-        args, kwargs = nested.map_tensors(given, lambda tensor: stand_in[id(tensor)])
+        args, kwargs = nested.map_tensors(given, lambda tensor: placeholder[id(tensor)])
     inputs = []
     for path, tensor in nested.tensors_in((args, kwargs)):
         value = recorder.log.find(tensor)
@@ -297,8 +297,8 @@ def _is_inference(module: nn.Module) -> bool:
     return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _apply_to_stand_ins(apply: Callable[..., nn.Module], thread: int) -> Callable[..., nn.Module]:
-    """What `Module._apply` is in one thread: new tensors take the places of stand-ins, which can't become them."""
+def _apply_to_placeholders(apply: Callable[..., nn.Module], thread: int) -> Callable[..., nn.Module]:
+    """What `Module._apply` is in one thread: new tensors take the places of placeholders, which can't become them."""
 
     def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         if threading.get_ident() != thread:
@@ -321,7 +321,7 @@ def _apply_to_stand_ins(apply: Callable[..., nn.Module], thread: int) -> Callabl
 
 @contextmanager
 def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
-    """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on stand-ins."""
+    """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on placeholders."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
@@ -360,7 +360,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
                 recorder.note_state(self, output)
 
     nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
-    nn.Module._apply = _apply_to_stand_ins(apply, thread)  # type: ignore[method-assign]
+    nn.Module._apply = _apply_to_placeholders(apply, thread)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -49,7 +49,7 @@ class Shapes:
         meta.set_(storage, offset, shape, stride)
         return fake_from_meta(self.mode, meta)
 
-    def stand_in(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
+    def placeholder(self, tensor: torch.Tensor, storage: torch.UntypedStorage | None = None) -> FakeTensor:
         """A fake tensor laid out like `tensor`, in `storage`, or in one as large as the original's."""
         nbytes = tensor.untyped_storage().nbytes()
         if storage is None and nbytes == tensor.numel() * tensor.element_size():
@@ -102,7 +102,7 @@ class Shapes:
         return self.fresh(made.shape, made.stride(), made.dtype) if id(made) in shadows else made
 
     def _shadow(self, tensor: torch.Tensor) -> FakeTensor:
-        """A fake stand-in for a real argument. Only its shape is read, so one per shape is enough."""
+        """A fake placeholder for a real argument. Only its shape is read, so one per shape is enough."""
         if type(tensor) is FakeTensor:
             return tensor
         layout = (tensor.shape, tensor.stride(), tensor.dtype)

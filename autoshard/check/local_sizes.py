@@ -243,7 +243,7 @@ def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site]
     def fake(spec: TensorSpec) -> torch.Tensor:
         if spec.value is not None:
             return spec.value.clone()
-        tensor = engine.shapes.stand_in(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
+        tensor = engine.shapes.placeholder(torch.empty(spec.shape, dtype=spec.dtype, device="meta"))
         recorder.enter(tensor, "input", "")
         return tensor
 

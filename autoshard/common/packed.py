@@ -48,7 +48,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def repacked(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Put a face like `tensor`'s before changed tensors: copies elsewhere, stand-ins. Being a parameter is not kept."""
+    """Put a face like `tensor`'s before changed tensors, such as copies elsewhere. Being a parameter is not kept."""
     if not is_packed(tensor):
         return change(tensor)
     names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]

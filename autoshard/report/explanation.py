@@ -14,6 +14,7 @@ from autoshard.engine.estimate import FULL, Estimate, Pipelining
 from autoshard.engine.pricer import price
 from autoshard.errors import SpecError
 from autoshard.plan import Plan
+from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
 from autoshard.report.terminal import as_sentence
@@ -199,7 +200,7 @@ def _stage_sentences(plan: Plan, run: Pipelining, paths: list[str]) -> Iterator[
 
 def _entries(placements: Mapping[str, str], subject: str) -> dict[str, str]:
     """The placements that a module is in, or that are in it."""
-    around = next((path for path in (subject, *above(subject)) if path in placements), None)
+    around = covering_entry(placements, subject)
     if around is not None:
         return {around: placements[around]}
     return {path: device for path, device in placements.items() if is_below(path, subject)}
@@ -232,7 +233,7 @@ def _ties(profile: Profile, subject: str, plan: Plan) -> Iterator[str]:
 
 
 def _home(placements: Mapping[str, str], name: str) -> str:
-    return next(placements[path] for path in (name, *above(name)) if path in placements)
+    return placements[covering_entry(placements, name) or ""]
 
 
 def _streamed(plan: Plan, subject: str) -> Iterator[str]:

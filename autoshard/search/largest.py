@@ -34,6 +34,11 @@ class Largest(Generic[Made]):
     trials: tuple[tuple[int, float | None], ...]
     stopped_by: str
 
+    def reason(self, vary: str) -> str:
+        """What a plan of this size says of it; `vary`: "batch_size" or "sequence_length"."""
+        what, count = vary.replace("_", " "), len(self.trials)
+        return f"{what} {self.size} is the largest that fits: of {count} that were tried no larger one did"
+
 
 def largest(
     make: Callable[[int], tuple[Made, float]], *, start: int = 1, step: int = 1,
@@ -122,8 +127,7 @@ def largest_chosen(
     found = largest(make, start=start, step=step, tried=tried)
     other, chosen = at(found.size)
     assert chosen is not None
-    said = f"{vary.replace('_', ' ')} {found.size} is the largest that fits: of {len(found.trials)} that were tried "
-    reasons = (*chosen.plan.reasons[:-1], f"{said}no larger one did", chosen.plan.reasons[-1])
+    reasons = (*chosen.plan.reasons[:-1], found.reason(vary), chosen.plan.reasons[-1])
     return other, replace(chosen, plan=replace(chosen.plan, reasons=reasons))
 
 

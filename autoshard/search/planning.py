@@ -124,9 +124,7 @@ def largest_plan(
 
     start = getattr(workload, vary) or 1
     found = largest(make, start=start, step=settings.get("num_microbatches") or 1, tried=tried)
-    what = vary.replace("_", " ")
-    shown = f"{what} {found.size} is the largest that fits: of {len(found.trials)} that were tried no larger one did"
-    return dataclasses.replace(found.made, reasons=(*found.made.reasons, shown))
+    return dataclasses.replace(found.made, reasons=(*found.made.reasons, found.reason(vary)))
 
 
 def compare(request: Request) -> "Comparison":

@@ -21,8 +21,6 @@ from autoshard import torch_private
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.traits import OpTraits, find_traits, traits_of
 
-aten = torch.ops.aten
-
 set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """(tensor, other): give a tensor the shape and strides of another, keep its history; what `.data =` does in C++."""
 
