@@ -1,20 +1,41 @@
-"""Every private torch API in use, imported here and nowhere else, so that one test tells when one of them moves."""
+"""Every private torch API in use, named here and nowhere else.
+
+What is in `torch._C` is checked to exist when this is imported; what is in other places of torch, by
+`tests/test_torch_names.py`, since to import those takes seconds.
+"""
 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+_MISSING = [
+    name
+    for name in (
+        "DispatchKey", "DispatchKeySet", "DisableTorchFunction", "_AutoDispatchBelowAutograd",
+        "_ExcludeDispatchKeyGuard", "_SetExcludeDispatchKeyGuard", "_additional_keys_to_prop_for_wrapper_tensors",
+        "_autograd", "_current_autograd_node", "_disabled_torch_function_impl",
+        "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keys", "_get_function_stack_at",
+        "_is_torch_function_all_disabled", "_len_torch_function_stack", "_swap_tensor_impl",
+    )
+    if not hasattr(torch._C, name)
+]  # fmt: skip
+if _MISSING:
+    raise ImportError(
+        f"autoshard needs torch._C.{', '.join(_MISSING)}, and torch {torch.__version__} has no such name. "
+        "Install a torch that autoshard was tested with: 2.11 to 2.15."
+    )
+
 FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
-OpOverload = torch._ops.OpOverload
+OpOverload = type(torch.ops.aten.add.Tensor)
 """What ops are."""
 not_overridden = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that is met at ops only."""
@@ -27,14 +48,12 @@ def autograd_node() -> Any:
 
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a transform of `torch.func` (vmap, grad, …) has wrapped a tensor for the function that it runs."""
-    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return torch.func.debug_unwrap(tensor, recurse=False) is not tensor
 
 
 def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that ops below the transforms of `torch.func` see; the same one where none has wrapped it."""
-    while is_transformed(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
+    return torch.func.debug_unwrap(tensor)
 
 
 def sequence_number() -> int:
@@ -81,7 +100,8 @@ def default_store() -> Any:
     """The key-value store with which the default process group was made, None without such a group."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    return torch.distributed.distributed_c10d._get_default_store()
+    world: Any = torch.distributed.group.WORLD
+    return world.get_group_store()
 
 
 def innermost_function_mode() -> Any:
@@ -177,12 +197,6 @@ def is_held(tensor: torch.Tensor) -> bool:
     return _use_count(tensor) > 1
 
 
-def is_storage_shared(tensor: torch.Tensor) -> bool:
-    """Whether another tensor (a view, mostly) has the memory of this one, too."""
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > 2  # this tensor's, and the Python object just made
-
-
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The hooks registered with `tensor.register_hook`, in calling order."""
     return list((tensor._backward_hooks or {}).values())
@@ -265,28 +279,12 @@ def run_composite(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
         return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-@cache
-def _fake_state() -> dict[str, Any]:
-    """What the constructor of fake tensors writes on one that is on the CPU, less its mode and device."""
-    made = FakeTensor(FakeTensorMode(), torch.empty(0, device="meta"), torch.device("cpu"))
-    return {name: value for name, value in vars(made).items() if name not in ("fake_mode", "_fake_device")}
-
-
 def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:
-    """A fake CPU tensor in the memory of a meta tensor: as its constructor makes it, three times as fast.
+    """A fake CPU tensor in the memory of a meta tensor.
 
     Its device is an object of its own, by which who passes it on is known to mean this tensor.
     """
-    device = torch.device("cpu")
-    fake = torch.Tensor._make_subclass(
-        FakeTensor, meta, meta.requires_grad, dispatch_device=True, device_for_backend_keys=device
-    )
-    if mode._allow_unsafe_data_ptr_access:
-        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
-    else:
-        torch._C._set_throw_on_mutable_data_ptr(fake)
-    vars(fake).update(_fake_state(), fake_mode=mode, _fake_device=device)
-    return fake
+    return FakeTensor(mode, meta, torch.device("cpu"))
 
 
 def is_fully_sharded(module: torch.nn.Module) -> bool:

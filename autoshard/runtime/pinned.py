@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from autoshard import torch_private
 from autoshard.common.packed import is_packed, repacked
 from autoshard.runtime.devices import copy_strides, is_accelerator
 from autoshard.runtime.mapped import file_of
-from autoshard.runtime.moves import set_data
+from autoshard.runtime.moves import set_data, tied_groups
 
 BUFFER_BYTES = 32 << 20
 SLAB_BYTES = 256 << 20
@@ -131,8 +130,9 @@ def _chunks(into: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Ten
 
 def pin(tensors: Iterable[torch.Tensor], lock: Lock) -> None:
     """Move CPU tensors, the same objects, to locked memory as far as it can be had; takes one slab more meanwhile."""
-    distinct = {id(tensor): tensor for tensor in tensors if _can_be_pinned(tensor)}
-    for group in _groups(list(distinct.values())):
+    distinct = {str(id(tensor)): tensor for tensor in tensors if _can_be_pinned(tensor)}
+    alone = [distinct[names[0]] for names in tied_groups(distinct) if len(names) == 1]
+    for group in _groups(alone):
         slab = mmap.mmap(-1, sum(map(_room, group)))
         unlock = lock(torch.frombuffer(slab, dtype=torch.uint8).data_ptr(), len(slab))
         if unlock is None:
@@ -163,8 +163,8 @@ def lock_for(device: torch.device) -> Lock | None:
 def _can_be_pinned(tensor: torch.Tensor) -> bool:
     if is_packed(tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
         return False
-    alone = tensor.is_contiguous() and not torch_private.is_storage_shared(tensor)
-    return alone and file_of(tensor) is None and not tensor.is_pinned()
+    whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return whole and file_of(tensor) is None and not tensor.is_pinned()
 
 
 def _groups(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

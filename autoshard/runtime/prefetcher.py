@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from autoshard import torch_private
 from autoshard.common.packed import stored_tensors
 from autoshard.runtime.devices import CPU, copy_tensor, set_current
 from autoshard.runtime.mapped import bring
@@ -88,9 +87,8 @@ class Carrier:
             return
         if uses:
             for copy in (part for whole in future.result().copies for part in stored_tensors(whole)):
-                if torch_private.is_storage_shared(copy):  # a view of it goes on; its memory must outlast the kernels
-                    for stream in uses:
-                        copy.record_stream(stream)
+                for stream in uses:  # a view of it may go on; its memory must outlast the kernels
+                    copy.record_stream(stream)
         self.thread.submit(_free, future, list(uses.values()))
 
     def _load(self, homes: Sequence[torch.Tensor]) -> _Load:
