@@ -35,7 +35,7 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
-OpOverload = type(torch.ops.aten.add.Tensor)
+OpOverload = torch._ops.OpOverload
 """What ops are."""
 not_overridden = torch._C._disabled_torch_function_impl
 """`__torch_function__` of a subclass that is met at ops only."""

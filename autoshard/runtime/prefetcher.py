@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.common.packed import stored_tensors
-from autoshard.runtime.devices import CPU, copy_tensor, set_current
+from autoshard.runtime.devices import CPU, copy_tensor, is_accelerator, set_current
 from autoshard.runtime.mapped import bring
 from autoshard.runtime.pinned import Uploads, has_streams
 
@@ -85,7 +85,7 @@ class Carrier:
             if future.done() and future.exception() is None:
                 future.result().copies.clear()
             return
-        if uses:
+        if is_accelerator(self.device):
             for copy in (part for whole in future.result().copies for part in stored_tensors(whole)):
                 for stream in uses:  # a view of it may go on; its memory must outlast the kernels
                     copy.record_stream(stream)
