@@ -16,7 +16,7 @@ from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
 from autoshard.engine.local import Share, cache_elements, sums_of
-from autoshard.engine.memory import RESERVED_BYTES, RESERVED_PART, WORKSPACE_BYTES, Stage, local_elements, outside_bytes
+from autoshard.engine.memory import Stage, held_bytes, local_elements, outside_bytes, workspace_bytes
 from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, host_seconds, layer_seconds
@@ -33,7 +33,7 @@ class GenerationEstimate:
         tokens_per_second: new tokens of all sequences over all of the time; decode_tokens_per_second: after the prompt.
         parts: seconds of a token by cause, of all stages that it passes through one after another.
         memory: bytes of the fullest rank by kind, at the end of the answer; reserved_bytes: what the allocator holds;
-            fits: within the card.
+            used_bytes: with context and buffers of collectives; fits: within the card.
     """
 
     prompt_seconds: float
@@ -44,6 +44,7 @@ class GenerationEstimate:
     parts: Mapping[str, float]
     memory: Mapping[str, float]
     reserved_bytes: float
+    used_bytes: float
     fits: bool
 
 
@@ -69,7 +70,8 @@ def price_generation(
     token = sum(parts.values())
     total = prompt + max(0, new_tokens - 1) * token
     memory = max((answer_memory(setting, stage, sequences, prompt_tokens + new_tokens) for stage in stages), key=_sum)
-    reserved = RESERVED_PART * _sum(memory) + RESERVED_BYTES
+    reserved = held_bytes(_sum(memory), card)
+    used = reserved + sum(outside_bytes(recipe, card).values())
     return GenerationEstimate(
         prompt_seconds=prompt,
         token_seconds=token,
@@ -79,7 +81,8 @@ def price_generation(
         parts=parts,
         memory=memory,
         reserved_bytes=reserved,
-        fits=reserved + sum(outside_bytes(recipe).values()) <= card.memory_bytes,
+        used_bytes=used,
+        fits=used <= card.memory_bytes,
     )
 
 
@@ -95,7 +98,8 @@ def answer_setting(
     groups = min(recipe.num_microbatches if recipe.pp > 1 else 1, sequences)
     rows = ceil(sequences / groups)
     recipe = replace(recipe, micro_batch=rows, num_microbatches=groups, recompute="none")
-    return make_setting(work, recipe, card, topology, length=prompt_tokens / work.tokens), sequences
+    setting = make_setting(work, recipe, card, topology, length=prompt_tokens / work.tokens)
+    return replace(setting, generates=new_tokens > 0), sequences
 
 
 def _sum(memory: Mapping[str, float]) -> float:
@@ -108,11 +112,16 @@ def _last_tokens(setting: Setting, rows: float) -> Setting:
     return replace(setting, share=replace(setting.share, samples=rows / setting.work.samples, length=length))
 
 
+def _of_prompt(setting: Setting, block: Block, rows: float) -> Setting:
+    """What a block computes of a prompt of `rows` sequences: after the layers the last tokens, if it generates."""
+    return _last_tokens(setting, rows) if setting.generates and block.path == "last" else setting
+
+
 def prompt_parts(setting: Setting, stage: Stage) -> tuple[float, float]:
-    """Seconds of kernels and of communication of a prompt on one stage; logits of the last tokens only."""
+    """Seconds of kernels and of communication of a prompt on one stage."""
     compute, network = 0.0, _send_seconds(setting, stage, setting.share)
     for block, count in stage:
-        part = _last_tokens(setting, setting.recipe.micro_batch) if block.path == "last" else setting
+        part = _of_prompt(setting, block, setting.recipe.micro_batch)
         compute += count * layer_seconds(block, part.share, part.recipe, part.card, part.reached).forward
         network += count * (tensor_seconds(part, block) + expert_seconds(part, block))
     return compute, network
@@ -209,12 +218,26 @@ def answer_memory(setting: Setting, stage: Stage, sequences: int, context: int) 
         tied = block.shared if any(other.path == "first" for other, _ in stage) else 0
         weights += (count * sum(local_elements(block, recipe)) - tied) * stored_bytes(block, recipe)
     cache = sum(count * _cache_bytes(block, setting, sequences, context) for block, count in stage)
-    widest = max((_working_bytes(setting, block, rows) for block, _ in stage), default=0.0)
-    return {"weights": weights, "cache": cache, "activations": widest, "workspace": float(WORKSPACE_BYTES)}
+    widest = max(
+        (max(_working_bytes(setting, block, rows), _joined_bytes(setting, block)) for block, _ in stage), default=0.0
+    )
+    return {"weights": weights, "cache": cache, "activations": widest, "workspace": workspace_bytes(setting.card)}
 
 
 def _working_bytes(setting: Setting, block: Block, rows: int) -> float:
-    """Bytes of the tensors that one layer has at the same time in a forward of the prompt."""
-    share = _last_tokens(setting, rows).share if block.path == "last" else setting.share
-    inputs = block.input_elements * share.rows * setting.recipe.precision.compute
-    return 2 * inputs + sums_of(block).widest.on(share)
+    """Bytes of the tensors that one layer has at the same time in a forward of the prompt.
+
+    What tensor parallelism puts together is there twice: in the parts that come in, and as a whole.
+    """
+    share, recipe = _of_prompt(setting, block, rows).share, setting.recipe
+    gathered = 2 * block.gathered_elements if recipe.tp > 1 else 0
+    elements = (2 * block.input_elements + gathered) * share.rows
+    return elements * recipe.precision.compute + sums_of(block).widest.on(share)
+
+
+def _joined_bytes(setting: Setting, block: Block) -> float:
+    """Bytes of what the groups of sequences have made in the last stage, and of the same put together."""
+    groups = setting.recipe.num_microbatches
+    if setting.generates or block.path != "last" or groups < 2:
+        return 0.0
+    return 2 * groups * sums_of(block).widest.on(setting.share)

@@ -6,6 +6,9 @@
 
 States are there for good. Peaks are where the loss is made, in the first backward of a layer, or at the end of it, when
 all gradients are there and the largest are reduced.
+
+Beside tensors, a process on a card has a context, buffers of collectives, a workspace, and what its allocator holds and
+can't hand out; on a CPU it has none of these.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +17,7 @@ from dataclasses import dataclass, field
 from autoshard.engine.blocks import Block
 from autoshard.engine.local import Share, sums_of
 from autoshard.engine.recipe import Recipe, Stack
+from autoshard.engine.timing import Card
 
 CONTEXT_BYTES = 768 * 2**20
 """Context and kernels of a process on a card, outside of torch's allocator."""
@@ -47,6 +51,7 @@ class MemoryMoment:
     activations: float = 0.0
     unsharded: float = 0.0
     transient: float = 0.0
+    workspace: float = 0.0
 
     @property
     def kinds(self) -> Mapping[str, float]:
@@ -54,24 +59,25 @@ class MemoryMoment:
         return {
             "weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer,
             "activations": self.activations, "unsharded parameters": self.unsharded, "transient": self.transient,
-            "workspace": float(WORKSPACE_BYTES),
+            "workspace": self.workspace,
         }  # fmt: skip
 
     @property
     def allocated(self) -> float:
         """What torch's allocator has handed out."""
-        kinds = self.weights + self.gradients + self.optimizer + self.activations + self.unsharded + self.transient
-        return kinds + WORKSPACE_BYTES
+        return sum(self.kinds.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes of a rank over a step: `curve` has the moments between which they rise and fall.
 
-    `outside`: context and buffers of collectives, which torch's allocator does not see.
+    `outside`: context and buffers of collectives, which torch's allocator does not see. `pooled`: it holds more than it
+    hands out.
     """
 
     curve: tuple[MemoryMoment, ...]
+    pooled: bool
     outside: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -92,6 +98,8 @@ class Memory:
     @property
     def reserved(self) -> float:
         """What the allocator holds of the device: large flat buffers of an optimizer fit in no piece that is cached."""
+        if not self.pooled:
+            return self.allocated
         before = max(moment.allocated for moment in self.curve[:-1])
         return max(self.allocated, RESERVED_PART * before + self.curve[-1].transient) + RESERVED_BYTES
 
@@ -101,8 +109,20 @@ class Memory:
         return self.reserved + sum(self.outside.values())
 
 
-def outside_bytes(recipe: Recipe) -> dict[str, float]:
+def held_bytes(allocated: float, card: Card) -> float:
+    """What the allocator holds where it has handed out so much at most."""
+    return allocated if card.is_cpu else RESERVED_PART * allocated + RESERVED_BYTES
+
+
+def workspace_bytes(card: Card) -> float:
+    """Of the matrix library."""
+    return 0.0 if card.is_cpu else float(WORKSPACE_BYTES)
+
+
+def outside_bytes(recipe: Recipe, card: Card) -> dict[str, float]:
     """Context of the process, and buffers of its communicators."""
+    if card.is_cpu:
+        return {}
     groups = sum(degree > 1 for degree in recipe.mesh.values())
     return {"context": float(CONTEXT_BYTES), "collectives' buffers": float(groups * COMMUNICATOR_BYTES)}
 
@@ -157,7 +177,7 @@ def _input_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     return part / (recipe.tp if recipe.sequence_parallel else 1)
 
 
-def step_memory(stage: Stage, share: Share, recipe: Recipe, in_flight: float) -> Memory:
+def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_flight: float) -> Memory:
     """Bytes of a rank of one pipeline stage over a training step, `in_flight` micro-batches of activations at most."""
     precision = recipe.precision
     dense, experts = held_elements(stage, recipe)
@@ -166,7 +186,7 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, in_flight: float) ->
     optimizer = precision.optimizer_bytes * (
         dense / recipe.shards / replicas + experts / recipe.expert_shards / max(1, replicas // recipe.ep)
     )
-    fixed = {"weights": shard * precision.parameters, "optimizer": optimizer}
+    fixed = {"weights": shard * precision.parameters, "optimizer": optimizer, "workspace": workspace_bytes(card)}
     sharded, whole = shard * precision.gradients, 0.0
     if recipe.gathers_once and recipe.num_microbatches > 1:
         whole = (dense + experts) * precision.reduce
@@ -196,7 +216,7 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, in_flight: float) ->
         ),
         MemoryMoment(name="optimizer", **fixed, gradients=sharded, transient=optimizer_copies),
     )  # fmt: skip
-    return Memory(curve=curve, outside=outside_bytes(recipe))
+    return Memory(curve=curve, pooled=not card.is_cpu, outside=outside_bytes(recipe, card))
 
 
 def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:

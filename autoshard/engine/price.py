@@ -43,10 +43,15 @@ class StepEstimate:
     fits: bool
     rank: int = 0
 
+    @property
+    def used_bytes(self) -> float:
+        """What the fullest rank takes of its device, context and buffers of collectives included."""
+        return self.memory.used
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What the parts of the pricing share."""
+    """What the parts of the pricing share; `generates`: of a prompt, logits are made of the last tokens only."""
 
     work: ModelWork
     recipe: Recipe
@@ -54,6 +59,7 @@ class Setting:
     network: Network
     reached: Efficiency
     share: Share
+    generates: bool = False
 
     def group(self, axis: str, size: int) -> Group:
         """The ranks of one mesh dimension."""
@@ -154,7 +160,7 @@ def rank_memories(setting: Setting, stages: Sequence[Stage]) -> list[Memory]:
         flying = in_flight(recipe, rank)
         key = (flying, *((id(block), count) for block, count in own))
         if key not in known:
-            known[key] = step_memory(own, setting.share, recipe, flying)
+            known[key] = step_memory(own, setting.share, recipe, setting.card, flying)
         found.append(known[key])
     return found
 

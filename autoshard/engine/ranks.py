@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.engine.generation import GenerationEstimate, answer_memory, prompt_parts, token_parts
-from autoshard.engine.memory import RESERVED_BYTES, RESERVED_PART, outside_bytes
+from autoshard.engine.memory import held_bytes, outside_bytes
 from autoshard.engine.price import (
     Setting,
     StepEstimate,
@@ -72,7 +72,7 @@ def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, n
         begin = answer_memory(setting, stage, sequences, prompt)
         loaded = {kind: nbytes for kind, nbytes in begin.items() if kind in ("weights", "workspace")}
         curve: Curve = (("weights loaded", loaded), ("prompt", begin), ("last token", full))
-        used = RESERVED_PART * sum(full.values()) + RESERVED_BYTES + sum(outside_bytes(recipe).values())
+        used = held_bytes(sum(full.values()), setting.card) + sum(outside_bytes(recipe, setting.card).values())
         found.append(
             RankFigures(
                 stages=(rank,), compute_seconds=compute, exposed_seconds=network,

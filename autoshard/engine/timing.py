@@ -49,6 +49,11 @@ class Card:
     bytes_per_second: float
     memory_bytes: int
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether a process has no context there, and its tensors are all that it allocates."""
+        return self.generation == "cpu"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSeconds:

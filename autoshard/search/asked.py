@@ -133,7 +133,8 @@ def completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
     if staged:
         from autoshard.check.batch import find_batch_axis
 
-        launched.check_stored(model, plan)
+        if plan.workload.training:
+            launched.check_stored(model, plan)
         plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))
     if cut:
         assert plan.mesh is not None

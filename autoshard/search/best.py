@@ -237,4 +237,5 @@ def _least_bytes(task: SearchTask, recipe: Recipe) -> float:
     precision = recipe.precision
     each = task.work.parameters / (recipe.pp * recipe.tp * recipe.shards)
     optimizer = precision.optimizer_bytes / (recipe.dp if recipe.zero else 1)
-    return 0.9 * each * (precision.parameters + precision.gradients + optimizer) + sum(outside_bytes(recipe).values())
+    states = 0.9 * each * (precision.parameters + precision.gradients + optimizer)
+    return states + sum(outside_bytes(recipe, task.card).values())

@@ -12,9 +12,9 @@ MOST_STAGES_PER_RANK = 4
 
 
 def on_mesh(mesh: Mesh, **settings: Any) -> Recipe:
-    """A recipe with the degrees of a mesh; `settings` are its other fields."""
+    """A recipe with the degrees of a mesh, as `apply` runs it: a model gives whole logits. `settings`: other fields."""
     degrees: dict[str, Any] = dict(mesh.degrees)
-    return Recipe(**degrees, **settings)
+    return Recipe(**degrees, loss_parallel=False, **settings)
 
 
 def device_counts(devices: int, per_host: int) -> list[int]:

@@ -9,7 +9,7 @@ from autoshard.search.best import Priced, SearchTask, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.processes import asked_of, write_plan
-from autoshard.search.reasons import shown_mesh, used_bytes
+from autoshard.search.reasons import shown_mesh
 from autoshard.strategies.compare import Alternative, Comparison
 
 AXES: dict[str, tuple[str, ...]] = {
@@ -66,5 +66,5 @@ def _why_not(task: SearchTask, kind: str) -> str:
     closest: Priced | None = search(replace(task, given=given)).closest
     if closest is None:
         return "no such mesh goes with the model, the batch and these devices"
-    lacking = used_bytes(closest) - task.card.memory_bytes
+    lacking = closest.figures.used_bytes - task.card.memory_bytes
     return f"{shown_mesh(closest.recipe)} lacks {format_bytes(lacking)} on its fullest rank"

@@ -17,7 +17,6 @@ from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan.workload import Workload
 from autoshard.search.best import search
 from autoshard.search.choose import Chosen
-from autoshard.search.reasons import used_bytes
 
 Made = TypeVar("Made")
 MOST = 2**30
@@ -136,4 +135,4 @@ def _fullness(chosen: Chosen, batch: int) -> float:
     best = search(replace(chosen.task, limits=replace(chosen.task.limits, samples=batch))).best
     if best is None:
         raise PlanError(f"no recipe fits with a batch of {batch}.")
-    return used_bytes(best) / max(1, chosen.estimate.fullest.memory_bytes)
+    return best.figures.used_bytes / max(1, chosen.estimate.fullest.memory_bytes)

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.engine.memory import outside_bytes
 from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
 from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, SearchTask, is_run, part_of, search
@@ -96,18 +95,14 @@ def _memory(task: SearchTask, best: Priced) -> Iterator[str]:
     shown = ", ".join(
         f"{name} {format_bytes(n)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])[:4] if n
     )
-    yield f"the fullest rank needs {format_bytes(used_bytes(best))} of {format_bytes(task.card.memory_bytes)}: {shown}"
+    needed = format_bytes(best.figures.used_bytes)
+    yield f"the fullest rank needs {needed} of {format_bytes(task.card.memory_bytes)}: {shown}"
 
 
 def kinds_of(one: Priced) -> Mapping[str, float]:
     """Bytes of the fullest rank at its peak, by kind."""
     memory = one.figures.memory
     return memory if isinstance(memory, Mapping) else memory.kinds
-
-
-def used_bytes(one: Priced) -> float:
-    """Bytes that the fullest rank takes of its device, context and buffers of collectives included."""
-    return one.figures.reserved_bytes + sum(outside_bytes(one.recipe).values())
 
 
 def _others(task: SearchTask, found: Searched) -> Iterator[str]:
@@ -173,12 +168,13 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
         if not task.limits.divisible:
             return f"{said}: {task.limits.why_not}"
         return f"{said}. Give a batch that the number of devices divides, or other degrees."
-    lacking = used_bytes(closest) - task.card.memory_bytes
+    needed = closest.figures.used_bytes
+    lacking = needed - task.card.memory_bytes
     kinds = sorted(kinds_of(closest).items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds[:3] if n)
     said = (
         f"no recipe fits: the closest, {shown_mesh(closest.recipe)}{_how(task, closest.recipe, ' with')}, needs "
-        f"{format_bytes(used_bytes(closest))} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
+        f"{format_bytes(needed)} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
         f"{format_bytes(task.card.memory_bytes)} that may be used"
     )
     return f"{said}. {remedy(task)}"

@@ -18,7 +18,7 @@ from autoshard.search.best import Priced, Searched, SearchTask, alone, price_rec
 from autoshard.search.estimates import estimate_recipe, rate, setting_of
 from autoshard.search.limits import Fixed, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
-from autoshard.search.reasons import beside, explain, remedy, shown_mesh, used_bytes
+from autoshard.search.reasons import beside, explain, remedy, shown_mesh
 from autoshard.search.sizes import Cell
 from autoshard.search.traced import Traced, trace, why_undivided
 
@@ -106,7 +106,7 @@ def _rows(task: SearchTask, found: Searched, own: Priced) -> Iterator[Row]:
             how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
         yield Row(
             mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=_rate(task, one),
-            peak_bytes=int(used_bytes(one)), chosen=mine,
+            peak_bytes=int(one.figures.used_bytes), chosen=mine,
             beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal)),
         )  # fmt: skip
 
@@ -184,7 +184,7 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
     return Cell(
         batch=batch, tokens=tokens, devices=devices, own=own, mesh="" if best is None else shown_mesh(best.recipe),
         seconds=0.0 if best is None else best.seconds, tokens_per_second=0.0 if best is None else _rate(task, best),
-        full=0.0 if best is None else used_bytes(best) / max(memory, 1),
+        full=0.0 if best is None else best.figures.used_bytes / max(memory, 1),
     )  # fmt: skip
 
 
