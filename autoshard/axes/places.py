@@ -106,7 +106,7 @@ class Places:
                 note(self._reduction(contraction, leaf, contraction.op in few))
         for op, value in self.walk.draws:
             for dim in self.walk.cut_dims(value, leaf):
-                note(self._drawing(op, dim, describe(self.walk.axes[value][dim], leaf)))
+                note(self._drawing(op, value, dim, describe(self.walk.axes[value][dim], leaf)))
         entering, staying, summed = self._crossings(leaf)
         for value, readers in entering.items():
             note(self._entering("enter", value, readers, 0, "", smallest and self.region.path == OUTSIDE))
@@ -236,11 +236,11 @@ class Places:
             if contraction.addend in self._tensors and name_of(self.graph.ops[reader]) != function:
                 raise Unplaceable(f"{self.where(reader)} reads what {self.where(contraction.op)} adds")
 
-    def _drawing(self, op: int, dim: int, axis: str) -> list[tuple[Action, int]]:
+    def _drawing(self, op: int, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
         site = self._site(op)
         if site is None or site.function not in DROPOUTS:
             raise Unplaceable(f"{self.where(op)} draws random numbers for a part of a tensor")
-        return [(self._at(site, "dropout", "", dim, axis), site.call)]
+        return self._sized(value, [(self._at(site, "dropout", "", dim, axis), site.call)])
 
     def _entering(
         self, kind: str, value: int, ops: list[int], dim: int, axis: str, smallest: bool
@@ -267,7 +267,7 @@ class Places:
             for path, seen in site.inputs:
                 if seen == value:
                     actions.append((self._at(site, kind, path, dim, axis), site.call))
-        return actions
+        return self._sized(value, actions)
 
     def _leaving(self, kind: str, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
         """An action behind the smallest module call, or function, that nobody inside reads past."""
@@ -275,12 +275,12 @@ class Places:
         for call in sorted(self._calls, key=lambda call: call.end - call.begin):
             if value in call.outputs and value not in call.inputs and all(op < call.end for op in readers):
                 path = next(iter(_paths(call.output_paths, call.outputs, value)))
-                return [(self._of_module(call, kind, path, dim, axis), call.index)]
+                return self._sized(value, [(self._of_module(call, kind, path, dim, axis), call.index)])
         site = self._site(self.graph.values[value].op)
         if site is not None and not readers:
             for path, seen in site.outputs:
                 if seen == value:
-                    return [(self._at(site, kind, path, dim, axis), site.call)]
+                    return self._sized(value, [(self._at(site, kind, path, dim, axis), site.call)])
         raise Unplaceable(
             f"a cut tensor of {self.where(self.graph.values[value].op)} leaves where it can't be gathered"
         )
@@ -314,6 +314,11 @@ class Places:
             axis=axis,
             addend=addend,
         )
+
+    def _sized(self, value: int, actions: list[tuple[Action, int]]) -> list[tuple[Action, int]]:
+        """The actions on a value, with how many dimensions it has where they are about one of them."""
+        dims = len(self.graph.values[value].shape)
+        return [(replace(action, dims=dims) if action.axis else action, call) for action, call in actions]
 
     def call_at(self, kind: str, op: int, axis: str) -> Action:
         """An action around the call of the torch function that ran an op."""

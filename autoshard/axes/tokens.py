@@ -350,8 +350,9 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
                 if action not in left[cut]:
                     raise Unplaceable("a sum is somewhere else")
                 left[cut].remove(action)
-                dim = zone.divided[graph.ops[index].outputs[0]]
-                actions.append(replace(action, kind="scatter", dim=dim, axis=axis, gathered=False))
+                total = graph.ops[index].outputs[0]
+                dim, dims = zone.divided[total], len(graph.values[total].shape)
+                actions.append(replace(action, kind="scatter", dim=dim, dims=dims, axis=axis, gathered=False))
         collected = {action for value in entered for action in places.entries_of(group.leaf, value)}
         left[cut] = [action for action in left[cut] if action.kind != "enter" or action not in collected]
         if any(action.kind == "restore" for action in left[cut]):
@@ -372,8 +373,9 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
     )  # fmt: skip
     given = stream.call.input_paths[stream.call.inputs.index(stream.given)]
     made = stream.call.output_paths[stream.call.outputs.index(stream.made)]
-    begin = Action(kind="divide", module="", argument=given, dim=stream.dim, axis=axis)
-    end = Action(kind="join", module="", argument=made, dim=stream.dim, axis=axis)
+    dims = len(graph.values[stream.given].shape)
+    begin = Action(kind="divide", module="", argument=given, dim=stream.dim, dims=dims, axis=axis)
+    end = replace(begin, kind="join", argument=made)
     ends = [
         replace(tokens, blocks=(path,), summed=(), actions=(action,))
         for first, last in chains for path, action in ((first, begin), (last, end))

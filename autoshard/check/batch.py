@@ -28,7 +28,7 @@ from autoshard.check.records import Apart, Mixed, check_left, merges_of, record_
 from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.plan.workload import Workload
-from autoshard.runtime.chunks import bind, plain_arguments
+from autoshard.runtime.chunks import bind, plain_arguments, shapes_of
 from autoshard.runtime.flags import flags_of
 
 WHOLE = 'Use strategy="balanced", which divides no batch.'
@@ -181,7 +181,8 @@ def _guess(question: Question, size: int, chosen: Mapping[int, tuple[int, str]],
     whole = tuple(path for path, _ in nested.tensors_in(question.bound) if path not in items)
     outputs = _hints(question.graph, rows) if rows else ()
     plain = plain_arguments(question.model, question.bound)
-    return BatchAxis(size=size, inputs=tuple(items.values()), outputs=outputs, whole=whole, plain=plain)
+    shapes = shapes_of(question.bound, items)
+    return BatchAxis(size=size, inputs=tuple(items.values()), outputs=outputs, whole=whole, plain=plain, shapes=shapes)
 
 
 def _hints(graph: ModelGraph, rows: Rows) -> tuple[BatchOutput, ...]:

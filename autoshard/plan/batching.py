@@ -62,6 +62,7 @@ class BatchAxis:
         size: rows at planning; runs may have others.
         whole: inputs (paths) that every part gets whole.
         plain: arguments of the checked call that are no tensors, as `runtime.chunks.plain_arguments` writes them.
+        shapes: its tensors, as `runtime.chunks.shapes_of` writes them; () in plans of earlier versions.
         written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
             of the batch.
         frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
@@ -77,6 +78,7 @@ class BatchAxis:
     outputs: tuple[BatchOutput, ...]
     whole: tuple[str, ...] = ()
     plain: tuple[str, ...] = ()
+    shapes: tuple[str, ...] = ()
     written: tuple[str, ...] = ()
     frozen: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()

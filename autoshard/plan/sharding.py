@@ -45,7 +45,8 @@ class Action:
     (calls made by its children count; there were `calls` of them when it was planned, 0 if that is not known, and this
     one was made by `line` of the model's code, as `source_lines.calling_line` has it, "" if that is not known), or,
     where `function` is "", the call of the module itself. `argument` is the
-    path of what it is done to, as `nested.leaves_in((args, kwargs))` or `(result)` give it.
+    path of what it is done to, as `nested.leaves_in((args, kwargs))` or `(result)` give it. A tensor of which dimension
+    `dim` is an `axis` had `dims` dimensions when it was planned (0 in plans of earlier versions).
 
     kind      at                what
     reduce    result            sum over ranks; backward: nothing. `addend`: the argument that is added once, after it.
@@ -78,6 +79,7 @@ class Action:
     occurrence: int = -1
     argument: str = ""
     dim: int = 0
+    dims: int = 0
     axis: str = ""
     addend: str = ""
     gathered: bool = False

@@ -13,7 +13,7 @@ batch) they are copies.
 import enum
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -118,7 +118,25 @@ def unlike(batch: BatchAxis, model: nn.Module, bound: Mapping[str, Any]) -> str:
     given, planned = set(plain_arguments(model, bound)), set(batch.plain)
     if given != planned:
         return f"the plan was made with {_listed(planned - given)}, and this call has {_listed(given - planned)}"
+    for path, _, sizes in (shape.rpartition("=") for shape in batch.shapes):
+        tensor, planned_sizes = tensor_at(bound, path), [one for one in sizes.split(",") if one]
+        if tensor is not None and (
+            tensor.dim() != len(planned_sizes)
+            or any(one == "1" and size != 1 for one, size in zip(planned_sizes, tensor.shape, strict=True))
+        ):
+            return f"{path} is of shape {list(tensor.shape)}, and the plan was made for [{sizes}]"
     return ""
+
+
+def shapes_of(bound: Mapping[str, Any], divided: Collection[str]) -> tuple[str, ...]:
+    """The tensors of a call as "name=*,*": other sizes are as good, other numbers of dimensions may mean other things.
+
+    "mask=1,*,*": not of the size of the batch, with which one of several rows could be meant for each sample.
+    """
+    return tuple(
+        f"{path}={','.join('1' if size == 1 and path not in divided else '*' for size in tensor.shape)}"
+        for path, tensor in tensors_in(dict(bound))
+    )
 
 
 def plain_arguments(model: nn.Module, bound: Mapping[str, Any]) -> tuple[str, ...]:

@@ -13,6 +13,9 @@ the sum over ranks. That alone says what each function does in backward:
     take     this rank's part   zeros elsewhere, then sum (take what has entered)
     leave    nothing            rank 0 has the gradient, the others zero: every rank computed the same
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
+
+A backward is made of these functions, too, so that gradients of gradients are right: what backward is given is the same
+on all ranks, so it enters.
 """
 
 import weakref
@@ -237,11 +240,12 @@ def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, gathered: bool) -> torch.Tensor:
+        ctx.ranks = ranks
         return ranks.add_gathered(tensor) if gathered else ranks.all_reduce(tensor.clone())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None, None
+        return enter(gradient, ctx.ranks), None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -252,7 +256,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.ranks.all_reduce(gradient.clone()), None
+        return reduce(gradient, ctx.ranks), None
 
 
 class _Leave(torch.autograd.Function):
@@ -265,7 +269,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ranks = ctx.ranks
         first = ranks.own(tuple(torch.ones((), dtype=gradient.dtype) * (rank == 0) for rank in range(ranks.size)))
-        return gradient * first.to(gradient.device), None
+        return enter(gradient, ranks) * first.to(gradient.device), None
 
 
 class _Gather(torch.autograd.Function):
@@ -274,14 +278,14 @@ class _Gather(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, ranks: Ranks, dim: int, where: Layout, order: torch.Tensor,
         index: torch.Tensor, owned: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        ctx.dim = dim
+        ctx.dim, ctx.ranks = dim, ranks
         ctx.save_for_backward(index, owned)
         return ranks.gather(tensor, dim, where, order)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         index, owned = ctx.saved_tensors
-        part = gradient.index_select(ctx.dim, index)
+        part = enter(gradient, ctx.ranks).index_select(ctx.dim, index)
         shape = [1] * part.dim()
         shape[ctx.dim] = -1
         return part * owned.to(part.dtype).view(shape), None, None, None, None, None, None
@@ -303,7 +307,8 @@ class _Along(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ranks, dim, kind = ctx.back
-        return getattr(ranks, ALONG[kind][1])(gradient, dim), None, None, None
+        back = next(other for other, ways in ALONG.items() if ways == ALONG[kind][::-1])
+        return along(gradient, ranks, dim, back), None, None, None
 
 
 def along(tensor: torch.Tensor, ranks: Ranks, dim: int, kind: str) -> torch.Tensor:

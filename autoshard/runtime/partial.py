@@ -12,9 +12,9 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.common.module_paths import join, parent
-from autoshard.errors import PlanError
+from autoshard.errors import ApplyError, PlanError
 from autoshard.plan.sharding import Cut
-from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.collectives import Ranks, layout, reduce
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.sharded import by_block, is_sharded
 from autoshard.runtime.slices import CutTensor
@@ -52,10 +52,10 @@ class SumGradient:
         if self.averaged:
             return gradient * self.ranks.size
         if self.cut is None:
-            return self.ranks.all_reduce(gradient.clone())
+            return reduce(gradient, self.ranks)
         places = layout(self.cut.axis, self.cut.shares).common
         index = self.ranks.own(tuple(torch.from_numpy(place) for place in places)).to(gradient.device)
-        total = self.ranks.all_reduce(gradient.index_select(self.cut.dim, index))
+        total = reduce(gradient.index_select(self.cut.dim, index), self.ranks, fresh=True)
         return gradient.index_copy(self.cut.dim, index, total)
 
     def __deepcopy__(self, memo: dict) -> "SumGradient":
@@ -63,11 +63,19 @@ class SumGradient:
 
 
 def sum_gradients(model: nn.Module, partial: Mapping[str, CutTensor | None], ranks: Ranks) -> None:
-    """Put hooks on the parameters whose gradient is partial, where there are none; parameters may be unfrozen later."""
+    """Put hooks on the parameters whose gradient is partial, where there are none; parameters may be unfrozen later.
+
+    Raises `ApplyError` for one that was computed from others: theirs would be summed once more.
+    """
     if not partial:
         return
     tensors = named_tensors(model)
     for name, how in partial.items():
+        if tensors[name].grad_fn is not None:
+            raise ApplyError(
+                f"{name} is computed for this call (torch.func.functional_call), and each rank has a part of its "
+                'gradient. Place whole modules (strategy="balanced") for gradients of such a call.'
+            )
         _sum(tensors[name], ranks, how)
 
 

@@ -207,8 +207,9 @@ class _Spread(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        part = gradient.agreed() if isinstance(gradient, RankTensor) else gradient
-        return part.to(ctx.device), None
+        if isinstance(gradient, RankTensor):
+            gradient.agreed()
+        return collect(gradient, ctx.device).to(ctx.device), None
 
 
 class _Collect(torch.autograd.Function):
@@ -219,7 +220,7 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient if isinstance(gradient, RankTensor) else spread(gradient, ctx.devices)
+        return give(gradient, ctx.devices)
 
 
 def give(tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:

@@ -108,6 +108,7 @@ class Step:
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Divide tokens over ranks, or put them together: the same tensor once in a forward, whoever reads it."""
         kind, dim, degree = self.action.kind, self.action.dim, self.ranks.size
+        self._check_dims(tensor)
         if kind in ("scatter", "divide") and tensor.shape[dim] % degree:
             raise ApplyError(
                 f"{self.where} has {tensor.shape[dim]} tokens, which {degree} ranks can't divide. Pad sequences to a "
@@ -146,6 +147,7 @@ class Step:
 
     def _slice(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self.axis is not None
+        self._check_dims(tensor)
         try:
             axis = self.axis.sized(tensor.shape[self.action.dim])
         except ValueError:
@@ -158,6 +160,7 @@ class Step:
     def _axis_of(self, part: torch.Tensor) -> Axis:
         """The axis of what this rank has a part of."""
         assert self.axis is not None
+        self._check_dims(part)
         try:
             return self.axis.sized_by_part(part.shape[self.action.dim])
         except ValueError:
@@ -165,6 +168,15 @@ class Step:
                 f"{self.where} has a tensor of shape {list(part.shape)}, and the plan is for {self.axis.width} on this "
                 f"rank in dimension {self.action.dim}. Plan again with inputs like these."
             ) from None
+
+    def _check_dims(self, tensor: torch.Tensor) -> None:
+        """Raise `ApplyError` for a tensor with more or fewer dimensions: the one that is meant may be another."""
+        if self.action.dims not in (0, tensor.dim()):
+            what = "output" if self.action.kind in ("gather", "scatter", "join") else "input"
+            raise ApplyError(
+                f"{self.where}: its {what} is of shape {list(tensor.shape)}, and the plan is for {self.action.dims} "
+                "dimensions. Plan again with inputs like these."
+            )
 
     def after(self, result: Any) -> Any:
         """Act on the result of a call."""

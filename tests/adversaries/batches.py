@@ -438,3 +438,16 @@ class QuantisedBatch(Stack):
     def forward(self, x):
         step = x.abs().amax() / 127
         return super().forward((x / step).round() * step)
+
+
+# given one sequence alone, its first dimension has places, not rows
+ALONE = {"SequenceAlone": lambda self, x: F.scaled_dot_product_attention(x, x, x)}
+variants(adversary, Stack, "between", ALONE, rows, lambda: [{"x": random(6, WIDTH, seed=2)}], training=True)
+
+
+@adversary(lambda: {**rows(), "bias": random(1, 5, WIDTH)}, lambda: [{**rows(), "bias": random(8, 5, WIDTH)}])
+class BiasOfRows(Stack):
+    """A bias that was one for all rows has one for each."""
+
+    def forward(self, x, bias):
+        return super().forward(x + bias)

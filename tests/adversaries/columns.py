@@ -324,3 +324,15 @@ class ReadByNeighbour(nn.Module):
 
     def forward(self, x):
         return self.second(self.first(x))
+
+
+@adversary(lambda: {"x": random(8, WIDTH)}, lambda: [{"x": random(4, WIDTH // 2, WIDTH)}])
+class MoreDimensions(nn.Module):
+    """What is put together along the second dimension has another one behind it, of the same size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.out(x)

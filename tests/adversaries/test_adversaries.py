@@ -26,7 +26,8 @@ COLUMN, DATA, PIPELINE = "column-parallel", "data-parallel", "pipeline"
 COLUMN_ONLY, DIVISIONS, ALL = (COLUMN,), (DATA, PIPELINE), (COLUMN, DATA, PIPELINE)
 
 PINNED: dict[str, Pins] = {
-    "columns": {"QuantisedWeights": "whole", "FixedMask": "whole", "RegularisedInside": "whole"},
+    "columns": {"QuantisedWeights": "whole", "FixedMask": "whole", "RegularisedInside": "whole",
+                "MoreDimensions": "late: its output is of shape [4, 8, 8], and the plan is for 2 dimensions"},
     "batches": {
         "ClippedBatch": "refused: linalg_vector_norm in the model itself",
         "MeanTimesBuffer": "refused: mean in the model itself",
@@ -105,6 +106,7 @@ QUICK = {
     *(f"held columns {name}, {COLUMN}" for name in ("UniformAverage", "WinnersTakeAll", "ShuffledChannels")),
     f"cut PlainAttention, {COLUMN}", f"divided MaskedAttention, {DATA}", f"divided RelativeBias, {PIPELINE}",
     f"divided Convolutions, {DATA}", f"held honest batches LastOfRow, {DATA}", f"carried HooksOnParameters, {DATA}",
+    f"batches SequenceAlone, {PIPELINE}", f"batches BiasOfRows, {DATA}",
     f"held others FoldedOnFirstCall, {PIPELINE}",
 }  # fmt: skip
 

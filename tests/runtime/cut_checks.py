@@ -3,6 +3,7 @@
 import copy
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
 from autoshard.nested import tensors_in
@@ -46,6 +47,7 @@ def check_case(name, ranks, count=None, divide=even_shares):
     model.load_state_dict(before)
     check_outputs(model, original, case, count)
     check_training(model, original, case, count)
+    check_penalty(model, original, case)
     state = model.state_dict()
     remove_cuts(model)
     assert cut_record(model) is None
@@ -103,6 +105,25 @@ def check_training(model, original, case, count):
         torch.testing.assert_close(torch.tensor(maxima[0].item()), maxima[1])
         for optimizer in optimizers:
             optimizer.step()
+
+
+def check_penalty(model, original, case):
+    """Gradients of gradients, as a penalty on the gradients of inputs takes them."""
+    record, found = cut_record(model), []
+    for one in (model, original):
+        one.zero_grad()
+        torch.manual_seed(2)
+        inputs = given(case)
+        wanted = [x for x in inputs if x.requires_grad]
+        if wanted:
+            with sdpa_kernel(SDPBackend.MATH):  # others have no gradients of gradients
+                loss = loss_of(one(*inputs))
+            first = torch.autograd.grad(loss, wanted, create_graph=True)
+            sum(gradient.square().mean() for gradient in first).backward()
+        found.append({name: parameter.grad for name, parameter in one.named_parameters()})
+    for name, expected in found[1].items():
+        whole = None if expected is None else merge(found[0][name], record.tensors.get(name), record.ranks)
+        torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
 
 
 def assert_same_state(found, expected):
