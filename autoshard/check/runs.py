@@ -32,6 +32,8 @@ from autoshard.plan.workload import Workload
 
 LONGEST = 128
 """Longer sequences are not tried: masks of integers and of booleans have their values in a recording."""
+MOST_OPS = 10_000
+"""Ops of a run up to which a model that loops over tokens is tried with many of them."""
 ROWS = 16
 """With a long sequence no more rows than this are tried."""
 Key = tuple[Any, ...]
@@ -81,12 +83,27 @@ def _by_key(groups: Sequence[AxisGroup]) -> dict[Key, list[AxisGroup]]:
 def other_runs(model: nn.Module, call: Arguments, workload: Workload, groups: Sequence[AxisGroup]) -> list[RankRuns]:
     """Record the further runs. `call`: the arguments of the run of the plan; `groups`: what could be cut by it."""
     half, heads, most = _sizes(groups)
-    runs = {
-        "few": _recorded(model, _calls(call, half, heads), partial(_with_gradients, model)),
-        "heads": _recorded(model, _calls(call, heads, half), partial(_with_cache, model, workload)),
-        "many": _recorded(model, _calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload)),
-    }
-    return [run for run in runs.values() if run is not None]
+    few = _recorded(model, _calls(call, half, heads), partial(_with_gradients, model))
+    short = _recorded(model, _calls(call, heads, half), partial(_with_cache, model, workload))
+    if groups and short is not None:
+        most = _fewer(call, groups[0].walk.graph, short.graph, heads, most)
+    many = _recorded(model, _calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload))
+    return [run for run in (few, short, many) if run is not None]
+
+
+def _fewer(call: Arguments, planned: ModelGraph, short: ModelGraph, heads: int, most: int) -> int:
+    """Halve a number of tokens until a run of so many has at most `MOST_OPS` ops, in models that loop over tokens.
+
+    A loop in a loop is assumed: ops grow with the square of the tokens, from the run of the plan on. They are known to
+    grow where that run has more ops than one of `heads` tokens.
+    """
+    first_decode = next((begin for name, begin, _ in short.phases if name == "decode"), len(short.ops))
+    main = _main(call)
+    if main is None or len(planned.ops) < 1.5 * first_decode:
+        return most
+    while most > 2 * heads and len(planned.ops) * (most / main.shape[1]) ** 2 > MOST_OPS:
+        most //= 2
+    return most
 
 
 def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
@@ -151,14 +168,18 @@ def _plain(model: nn.Module, workload: Workload, call: Arguments) -> RankRuns:
 
 def _calls(call: Arguments, length: int, rows: int, masked: bool = False) -> list[Arguments]:
     """Arguments to try: of another length with other rows, of another length, and those given."""
-    tensors = [tensor for _, tensor in nested.tensors_in(call) if tensor.dim()]
-    ids = next((one for one in tensors if one.dim() > 1 and not one.is_floating_point()), None)
-    main = ids if ids is not None else next((one for one in tensors if one.dim() > 1), None)
+    main = _main(call)
     if main is None:
         return [call]
     old = main.shape[0], main.shape[1]
     wanted = [(count, length) for count in dict.fromkeys((rows, old[0])) if (count, length) != old]
     return [nested.map_tensors(call, partial(_resized, old=old, new=new, masked=masked)) for new in wanted] + [call]
+
+
+def _main(call: Arguments) -> torch.Tensor | None:
+    """The argument that tells how many rows and tokens there are: the first of whole numbers, else the first."""
+    tensors = [tensor for _, tensor in nested.tensors_in(call) if tensor.dim() > 1]
+    return next((one for one in tensors if not one.is_floating_point()), tensors[0] if tensors else None)
 
 
 def _resized(tensor: torch.Tensor, *, old: tuple[int, int], new: tuple[int, int], masked: bool) -> torch.Tensor:

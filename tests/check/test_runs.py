@@ -5,7 +5,11 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.axes.groups import find_groups
+from autoshard.capture.capture import capture
+from autoshard.check import runs
 from autoshard.plan.sharding import Cut, Refusal
+from autoshard.plan.workload import Workload
 from tests.check.leaks import Stack, Wide
 from tests.check.test_follow import X, outcome
 from tests.check.watchers import (
@@ -110,3 +114,25 @@ def test_a_plan_says_nothing_of_a_run_that_the_model_refuses():
 
     plan = autoshard.plan(Fixed().eval(), ["cpu:0", "cpu:1"], inputs=X, strategy="column-parallel", objective="memory")
     assert plan.cuts
+
+
+class Pairs(nn.Module):
+    """Adds to each token all that came before, one by one: as many ops as pairs of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 96), nn.Linear(96, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x)).unflatten(-1, (4, 24))
+        rows = [sum((hidden[:, at] for at in range(end)), hidden[:, end]) for end in range(hidden.shape[1])]
+        return self.down(torch.stack(rows, dim=1).flatten(2))
+
+
+def test_a_model_that_loops_over_tokens_is_tried_with_fewer_of_them(monkeypatch):
+    monkeypatch.setattr(runs, "MOST_OPS", 2_000)
+    model, given = Stack(Pairs).eval(), (torch.randn(2, 12, 24),)
+    groups = find_groups(capture(model, *given, composite=True)).groups
+    assert isinstance(outcome(model, *given, size=4), Cut)
+    found = [run.what for run in runs.other_runs(model, (given, {}), Workload(), groups)]
+    assert found == ["with gradients and inputs [4, 2, 24]", "with inputs [2, 4, 24]", "with inputs [16, 24, 24]"]
