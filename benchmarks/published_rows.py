@@ -36,6 +36,8 @@ DEEPSPEED = re.compile(r"megatron-deepspeed|bigscience", re.I)
 """Megatron's kernels run by DeepSpeed."""
 MEGATRON = re.compile(r"megatron|nemo|transformer.?engine|\bTE\b", re.I)
 """Sources whose layers are made of hand-fused kernels."""
+UNFUSED = re.compile(r"bigscience|2104\.04473|2205\.05198", re.I)
+"""Sources of 2021 and 2022, before fused attention."""
 EARLY = re.compile(r"mosaicml|llm-foundry", re.I)
 """Sources of 2023: torch 1.13 or 2.0 and the first fused attention, made for the A100."""
 SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
@@ -253,7 +255,7 @@ def recipe_of(row: Row) -> Recipe:
     if not batch and accumulated:
         count = int(accumulated[1])
     own = family(row) in ("kf", "kfc")
-    early_megatron = fused and "H100" not in row["gpu"] and not row["recompute"].startswith("selective")
+    unfused = bool(UNFUSED.search(row["source"])) and not row["recompute"].startswith("selective")
     whole_sequences = family(row) in ("bs", "sc21") or ("unless PP" in row["source"] and pp > 1)
     return Recipe(
         dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=micro, num_microbatches=count,
@@ -261,7 +263,7 @@ def recipe_of(row: Row) -> Recipe:
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
         precision=precision_of(row), sequence_parallel=not whole_sequences,
         zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(fused or "ZeRO-1" in row["optimizer"]),
-        loss_parallel=not own, unfused_attention=early_megatron,
+        loss_parallel=not own, unfused_attention=unfused,
         accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
         logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
     )  # fmt: skip
@@ -294,7 +296,9 @@ def precision_of(row: Row) -> Precision:
         )
     if stack_of(row) in HAND_FUSED or "ZeRO-1" in row["optimizer"]:
         summed = "fp32 gradient" in row["dtype"]  # besides those of 16 bits that a backward makes
-        gradients = 6 if summed else 4 if "fp32" in row["optimizer"] else 2
+        # Megatron sums gradients of bfloat16 in float32, those of float16 as they are.
+        megatron = stack_of(row) == "fused" and "bf16" in row["dtype"].lower()
+        gradients = 6 if summed else 4 if megatron or "fp32" in row["optimizer"] else 2
         return Precision(parameters=2, compute=2, gradients=gradients, reduce=min(4, gradients), master=4, moments=4)
     return Precision()
 
