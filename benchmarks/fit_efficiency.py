@@ -5,11 +5,12 @@
     python benchmarks/fit_efficiency.py runs.csv --each          # errors of each source by a fit on all others
 
 All generations and stacks are fitted at once, since they share what does not depend on both: matrix products and
-links belong to a generation, attention to a generation and to the age of its kernels, host time to a stack. Runs are
-divided by model and cluster (`fitted_on`), so that no recipe of a fitted group is in the test. What is made small is
-the soft-L1 sum of the logarithms of predicted over measured throughput: one odd run counts little. Each source weighs
-as the square root of its runs, and a pull towards what kernels were measured to reach elsewhere (`FIRST`) holds what
-the runs can't tell apart. A value that fewer than `FEWEST` runs depend on stays where it begins.
+links in a host belong to a generation, attention to a generation and to the age of its kernels, host time to a stack,
+the network to neither. Runs are divided by model and cluster (`fitted_on`), so that no recipe of a fitted group is in
+the test. What is made small is the soft-L1 sum of the logarithms of predicted over measured throughput: one odd run
+counts little. Each source weighs as the square root of its runs, and a pull towards what kernels were measured to reach
+elsewhere (`FIRST`) holds what the runs can't tell apart. A value that fewer than `FEWEST` runs depend on stays where it
+begins.
 """
 
 import argparse
@@ -38,7 +39,8 @@ PULL = 0.5
 BOUNDS = {
     "matmul": (0.4, 0.95), "half_size": (10.0, 400.0), "half_rows": (10.0, 1000.0),
     "attention": (0.1, 0.8), "attention_backward": (0.1, 0.8),
-    "memory": (0.4, 0.95), "local": (0.4, 0.95), "network": (0.2, 0.95), "launch_seconds": (1e-6, 5e-5),
+    "memory": (0.4, 0.95), "local": (0.4, 0.95), "network": (0.2, 0.95),
+    "network_limit": (5e9, 5e10), "launch_seconds": (1e-6, 5e-5),
     "overlap": (0.0, 0.6),
 }  # fmt: skip
 FIRST: Mapping[tuple[str, str], Mapping[str, float]] = {
@@ -53,7 +55,9 @@ FIRST: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("sm90", "early"): {"matmul": 0.72, "half_size": 90, "attention": 0.25, "attention_backward": 0.2},
     ("sm90", "fused"): {"matmul": 0.72, "half_size": 90, "attention": 0.5, "attention_backward": 0.45},
 }
-OTHERS = {"memory": 0.8, "local": 0.75, "network": 0.75, "overlap": 0.1}
+OTHERS = {"memory": 0.8, "local": 0.75, "network": 0.75, "network_limit": 3e10, "overlap": 0.1}
+SHARED = ("memory", "network", "network_limit", "launch_seconds", "overlap")
+"""What does not depend on a generation: cards that no run is of have it too."""
 LAUNCH = {"eager": 2.5e-5, "early": 1.5e-5, "compiled": 4e-6, "fused": 6e-6, "deepspeed": 6e-6}
 NOISY = re.compile(r"^nano|^kf-moe")
 """Runs of no fit: nanotron's times differ by factors (those of 16 and 64 GPUs by its source's words), and mixtures took
@@ -110,7 +114,7 @@ def parameter_of(generation: str, stack: str, name: str) -> str:
         return f"{name} {generation} {'torch' if (generation, stack) == ('sm80', 'early') else KERNELS[stack]}"
     if name in ("attention", "attention_backward"):
         return f"{name} {generation} {KERNELS[stack]}"
-    if name in ("local", "network"):
+    if name == "local":
         return f"{name} {generation}"
     if name == "launch_seconds":
         return f"{name} {stack}"
@@ -212,6 +216,8 @@ def main() -> None:
     fitted = lines_of(fit(cases), cases)
     with TABLE.open(newline="") as lines:
         kept = [one for one in csv.DictReader(lines) if (one["generation"], one["stack"]) not in FIRST]
+    by_stack = {line["stack"]: line for line in fitted}
+    kept = [one | {name: by_stack[one["stack"]][name] for name in SHARED} for one in kept]
     for line in fitted:
         print(",".join(line.values()), flush=True)
     if not given.dry_run:

@@ -19,6 +19,8 @@ class Efficiency:
         attention: of FLOP/s, by attention in forward; attention_backward: in backward.
         memory: of bytes per second, by element-wise kernels.
         local, network: of the bandwidths of links, by collectives.
+        network_limit: most bytes per second of one device's part of the network, however fast its adapter is: kernels
+            that copy beside computing don't fill adapters of 400 Gb/s.
         launch_seconds: of host time per op.
         overlap: how much slower compute is while a collective runs beside it.
     """
@@ -31,6 +33,7 @@ class Efficiency:
     memory: float
     local: float
     network: float
+    network_limit: float
     launch_seconds: float
     overlap: float
 

@@ -71,7 +71,10 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
     if recipe.devices != topology.devices:
         raise SpecError(f"the mesh has {recipe.devices} ranks, and the cluster {topology.devices} devices.")
     reached = efficiency_of(card.generation, recipe.stack)
-    network = Network(topology=topology, local_efficiency=reached.local, network_efficiency=reached.network)
+    network = Network(
+        topology=topology, local_efficiency=reached.local, network_efficiency=reached.network,
+        network_limit=reached.network_limit,
+    )  # fmt: skip
     itemsize = next((block.itemsize for block in work.blocks if block.layer), recipe.precision.compute)
     share = Share(
         samples=recipe.micro_batch / work.samples, cp=recipe.cp, tp=recipe.tp, length=length, ep=recipe.ep,

@@ -76,7 +76,8 @@ def test_each_micro_batch_of_a_pipeline_waits_for_its_sends():
     fast, slow = (priced(recipe, per_host=1, network=rate) for rate in (1e15, 1e9))
     work = traced().work
     nbytes = work.tokens * 1024 * 2
-    send = nbytes / (1e9 * efficiency_of("sm80", "eager").network)
+    reached = efficiency_of("sm80", "eager")
+    send = nbytes / (1e9 * reached.network) - nbytes / reached.network_limit  # which fast adapters don't exceed
     assert slow.seconds - fast.seconds == pytest.approx((32 * 2 * 0.5 + 2) * send, rel=0.02)
     gpipe = replace(recipe, schedule="gpipe")
     assert priced(gpipe, per_host=1, network=1e9).seconds < slow.seconds
