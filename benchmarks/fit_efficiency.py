@@ -56,7 +56,7 @@ FIRST: Mapping[tuple[str, str], Mapping[str, float]] = {
     ("sm90", "fused"): {"matmul": 0.72, "half_size": 90, "attention": 0.5, "attention_backward": 0.45},
 }
 OTHERS = {"memory": 0.8, "local": 0.75, "network": 0.75, "network_limit": 3e10, "overlap": 0.1}
-SHARED = ("memory", "network", "network_limit", "launch_seconds", "overlap")
+SHARED = ("network", "network_limit", "launch_seconds", "overlap")
 """What does not depend on a generation: cards that no run is of have it too."""
 LAUNCH = {"eager": 2.5e-5, "early": 1.5e-5, "compiled": 4e-6, "fused": 6e-6, "deepspeed": 6e-6}
 NOISY = re.compile(r"^nano|^kf-moe")
