@@ -73,6 +73,12 @@ class Hardware:
         """A thing that can be asked for by name in a device spec, unlike the generic rows."""
         return self.memory_bytes > 0
 
+    @property
+    def lacks_bfloat16(self) -> bool:
+        """Whether the card has units for float16, and none for bfloat16."""
+        float16, bfloat16 = (self.flops_per_second[name] for name in ("float16", "bfloat16"))
+        return float16 > bfloat16 == self.flops_per_second["float32"]
+
 
 @cache
 def hardware_table() -> dict[str, Hardware]:

@@ -271,7 +271,7 @@ def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
             # cpu:0, cpu:1, … are one memory: each gets its part of it.
             device = replace(device, memory_bytes=device.memory_bytes // shares)
         devices.append(device)
-        if active is None and item.memory_bytes is None:
+        if active is None and (item.memory_bytes is None or device.kind == "cpu"):  # its rates were not given
             notes += detected_notes(device.name)
     hosts = make_hosts(devices, words)
     devices = with_networks(devices, hosts)
@@ -338,6 +338,11 @@ def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
             )
         if row is not None and re.sub(r"\W", "", item.asked).lower() != re.sub(r"\W", "", row.name).lower():
             notes.append(f"{item.asked} is taken as {row.name} with {format_bytes(row.memory_bytes)} usable.")
+        if row is not None and row.lacks_bfloat16:
+            notes.append(
+                f"{row.name} has no bfloat16 units: bfloat16 is counted at its float32 rate; float16 is "
+                f"{row.flops_per_second['float16'] / row.flops_per_second['float32']:.0f} times as fast."
+            )
         if row is not None and "all" in row.unverified:
             notes.append(f"The figures of {row.name} could not be verified in a source.")
     if any(device.kind == "generic" for device in devices):

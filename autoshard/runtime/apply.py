@@ -131,6 +131,7 @@ def _record(
         streamed=dict(plan.streamed),
         division=division_of(plan),
         recomputed=recomputed_in(plan, model),
+        selective=plan.recompute == "selective",
         placed=tuple(dict.fromkeys(map(resolve_device, names))),
         sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
     )

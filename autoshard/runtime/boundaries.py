@@ -37,7 +37,7 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, hooks: Mapping[str, Hook
         else:
             runtime.copies.carry = send
             surround(model, Divide(runtime, division))
-    hook_recompute(modules, runtime.record.recomputed)
+    hook_recompute(modules, runtime.record.recomputed, selective=runtime.record.selective)
     hook_streams(modules, runtime.streams)
     watched = {path for path, hook in hooks.items() if hook.guard is not None and hook.guard.watched}
     runtime.unfused = leaves_fused(modules, {*hooks, *runtime.streams.devices}, watched)

@@ -13,7 +13,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.collectives import count_processes
-from autoshard.runtime.recompute import hook_recompute
+from autoshard.runtime.recompute import hook_recompute, recomputed_layers
 from autoshard.runtime.sharded import STORED
 from autoshard.runtime.sharded_stages import shards_stages
 
@@ -150,9 +150,5 @@ def _check_stages(plan: Plan) -> None:
 def recompute_layers(model: nn.Module, plan: Plan) -> None:
     """Let the layers of a plan for processes compute activations again in backward."""
     older = plan.mesh is not None and plan.mesh.pp > 1 and not plan.layers  # their stages are computed again whole
-    if not plan.launch or plan.recompute not in ("selective", "full") or older:
-        return
-    modules = dict(model.named_modules())
-    stages = [plan.layers_of(stage) for stage in plan.stages] if plan.layers and plan.stages else [plan.gathered]
-    paths = [path for own in stages for path in own[: max(0, len(own) - plan.kept_layers)]]
-    hook_recompute(modules, paths, selective=plan.recompute == "selective")
+    if plan.launch and not older:
+        hook_recompute(dict(model.named_modules()), recomputed_layers(plan), selective=plan.recompute == "selective")

@@ -23,8 +23,18 @@ from autoshard.runtime.around import layers_of, surround
 from autoshard.runtime.chunks import PLAIN
 
 
+def recomputed_layers(plan: Plan) -> list[str]:
+    """Paths of the layers that run twice in a plan that names what is recomputed: all but those that keep everything."""
+    if plan.recompute not in ("selective", "full"):
+        return []
+    stages = [plan.layers_of(stage) for stage in plan.stages] if plan.layers and plan.stages else [plan.gathered]
+    return [path for own in stages for path in own[: max(0, len(own) - plan.kept_layers)]]
+
+
 def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     """Paths of the modules that run twice: those of the stages that say so; of a list of modules, each in it."""
+    if plan.launch:
+        return tuple(recomputed_layers(plan))
     modules = dict(model.named_modules())
     found: list[str] = []
     waiting = [path for stage in reversed(plan.stages) if stage.recompute for path in reversed(stage.paths)]

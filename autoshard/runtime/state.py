@@ -52,7 +52,8 @@ class Record:
         streamed: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan; their
             `devices` are those they compute on.
         division: how its batch is divided, None if it is not.
-        recomputed: paths of modules whose activations are computed again in backward.
+        recomputed: paths of modules whose activations are computed again in backward; `selective`: what is costly of
+            them is kept.
         placed: devices the plan uses, in the order of stages; `sentinels`: (name, tensor, device), one tensor on each.
     """
 
@@ -66,6 +67,7 @@ class Record:
     streamed: Mapping[str, str]
     division: Division | None
     recomputed: tuple[str, ...]
+    selective: bool
     placed: tuple[torch.device, ...]
     sentinels: tuple[tuple[str, torch.Tensor, torch.device], ...]
 

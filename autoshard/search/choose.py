@@ -26,7 +26,7 @@ from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Goal, Priced, Searched, SearchTask, alone
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.limits import Fixed, parse_mesh
-from autoshard.search.processes import Asked, plan_processes
+from autoshard.search.processes import Asked, dtype_of, plan_processes
 from autoshard.search.traced import Traced, trace, why_undivided
 
 
@@ -94,7 +94,11 @@ def choose(
         raise SpecError(
             f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
         )
-    considered = partial(_considered, strategy=strategy, wishes=wishes, one_process_alone=one_process_alone)
+    several_passes = workload.training or bool(workload.new_tokens)
+    considered = partial(
+        _considered, least=1 if several_passes else 2, strategy=strategy, wishes=wishes,
+        one_process_alone=one_process_alone,
+    )  # fmt: skip
     if not forced and not considered(cluster):
         again = partial(
             choose, model, inputs, workload, strategy=strategy, objective=objective, wishes=wishes,
@@ -113,9 +117,11 @@ def choose(
         if forced:
             raise
         return None  # a model that can be measured, but not followed, is placed
+    one_card = len(cluster.devices) == 1 and workload.training and not forced  # a model trains there as it is
     asked = Asked(
-        strategy=strategy, goal=cast(Goal, objective), precision=wishes.precision, dtype=wishes.dtype,
-        compiled=wishes.compiled, given=_given(wishes, num_microbatches, schedule),
+        strategy=strategy, goal=cast(Goal, objective), dtype=wishes.dtype, compiled=wishes.compiled,
+        precision=_as_stored(traced) if one_card else wishes.precision,
+        given=_given(wishes, num_microbatches, schedule),
         why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
     )  # fmt: skip
     try:
@@ -130,7 +136,8 @@ def choose(
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
     assert best is not None
-    if best.recipe.devices == 1 and not forced and not task.new_tokens:
+    plain = best.recipe.recompute == "none" and best.recipe.num_microbatches == 1
+    if best.recipe.devices == 1 and not forced and not task.new_tokens and plain:
         return None  # one process on one device is placed by what counts its bytes exactly
     profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_recipe(plan, best.recipe, task, cluster)
@@ -178,16 +185,24 @@ def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
     return replace(chosen, plan=replace(chosen.plan, reasons=(said, *chosen.plan.reasons)))
 
 
-def _considered(cluster: Cluster, strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
-    """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy."""
+def _considered(cluster: Cluster, least: int, strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
+    """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy.
+
+    `least`: so many cards. One is looked at too where it computes a batch in parts, or many tokens one by one.
+    """
     if wishes.launch == "one-process" or one_process_alone or strategy not in ("auto", "data-parallel", "hybrid"):
         return False
     cards = computing_devices(cluster)
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
     return (
-        known and len(cards) == len(cluster.devices) > 1 and unequal_reason(cluster) is None
+        known and len(cards) == len(cluster.devices) >= least and unequal_reason(cluster) is None
         and not count_processes() and not torch.cuda.is_available()
     )  # fmt: skip
+
+
+def _as_stored(traced: Traced) -> str:
+    """The precision of a model that trains as it is."""
+    return "full" if dtype_of(traced.graph) == "float32" else "pure"
 
 
 def _has_no_room(graph: ModelGraph, cluster: Cluster) -> bool:

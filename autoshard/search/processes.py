@@ -130,7 +130,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
     """Write down a recipe for a model on the first devices of a cluster."""
     devices = computing_devices(cluster)[: recipe.devices]
     stages, placements = stages_of(traced, recipe, devices)
-    trained = traced.workload.training and recipe.devices > 1
+    trained = traced.workload.training and (recipe.devices > 1 or recipe.recompute != "none")
     name = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
     if traced.workload.training:
         name = training_precision(asked.precision, name)[0]

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
+from autoshard.engine.precision import PRECISIONS
 from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
 from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, SearchTask, is_run, part_of, search
@@ -60,7 +61,10 @@ def _what(task: SearchTask, best: Priced) -> Iterator[str]:
         }[recipe.recompute]
         if recipe.kept_layers:
             again += f", but not in the last {_counted(recipe.kept_layers, 'layer')}, whose activations are all kept"
-        yield f"each replica computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
+        who = "each replica" if task.devices > 1 else "it"
+        yield f"{who} computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
+        if task.precision == PRECISIONS["pure"]:
+            yield "all is kept in 16 bits, so small updates of weights are lost; --precision mixed keeps float32"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
@@ -81,7 +85,8 @@ def _where_time_goes(task: SearchTask, best: Priced) -> Iterator[str]:
         waits = [f"{format_seconds(figures.exposed_seconds)} wait for communication"]
         if figures.bubble:
             waits.append(f"{figures.bubble:.0%} of the time a stage has nothing to do")
-        yield f"of a step of {format_seconds(figures.seconds)}, {', and '.join(waits)}"
+        if best.recipe.devices > 1:
+            yield f"of a step of {format_seconds(figures.seconds)}, {', and '.join(waits)}"
     elif task.new_tokens:
         parts = sorted(figures.parts.items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts[:3] if seconds)
@@ -191,6 +196,9 @@ def remedy(task: SearchTask) -> str:
     """The first change that makes it fit, tried with the same search."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []
+    if task.training and task.precision == PRECISIONS["mixed"]:
+        pure = replace(free, precision=PRECISIONS["pure"])
+        tried.append(("With weights, gradients and moments of 16 bits (--precision pure) it fits: ", pure))
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(free, topology=replace(task.topology, hosts=task.topology.hosts * factor))
         tried.append((f"It fits on {task.devices * factor} such devices: ", more))
