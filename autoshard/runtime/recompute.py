@@ -24,7 +24,7 @@ from autoshard.runtime.chunks import PLAIN
 
 
 def recomputed_layers(plan: Plan) -> list[str]:
-    """Paths of the layers that run twice in a plan that names what is recomputed: all but those that keep everything."""
+    """Paths of the layers that run twice, in a plan for processes or one device: all but those that keep everything."""
     if plan.recompute not in ("selective", "full"):
         return []
     stages = [plan.layers_of(stage) for stage in plan.stages] if plan.layers and plan.stages else [plan.gathered]

@@ -51,6 +51,12 @@ def test_hardware(spec):
     assert cluster.link("cuda:0", "cuda:7").bytes_per_second == pytest.approx(0.8 * 450e9)
 
 
+def test_what_a_card_lacks_is_said():
+    for spec, lacks in (("1xT4", True), ("2xV100-32GB", True), ("1xA800-80GB", False), ("1xM1-Max", False)):
+        assert any("no bfloat16 units" in note for note in parse_devices(spec).notes) == lacks
+    assert any("Rates of cpu devices" in note for note in parse_devices("1x24GiB,cpu=60GiB").notes)
+
+
 def test_a_number_can_be_a_card():
     assert rows(parse_devices("4090")) == [("cuda:0", "RTX-4090", "host0")]
     assert len(parse_devices("2x4090").devices) == 2

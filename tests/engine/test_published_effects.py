@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autoshard.cluster.topology import Topology
+from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import efficiency_of
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import LOGIT_BYTES
@@ -96,3 +97,18 @@ def test_unfused_attention_makes_its_scores():
     assert kept[1] - kept[0] == pytest.approx(8 * 5 * scores)  # eight layers
     rate = CARD.bytes_per_second * setting.reached.memory
     assert unfused.seconds - fused.seconds > 8 * 30 * scores / rate
+
+
+def test_no_adapter_is_filled_above_the_limit():
+    reached = efficiency_of("sm90", "eager")
+    slow, usual, fast = (
+        Network(
+            topology=Topology(
+                hosts=2, devices_per_host=8, local_bytes_per_second=450e9, network_bytes_per_second=rate,
+                network_latency_seconds=0.0, local_latency_seconds=0.0,
+            ),
+            network_efficiency=reached.network, network_limit=reached.network_limit,
+        ).between
+        for rate in (12.5e9, 50e9, 100e9)
+    )  # fmt: skip
+    assert slow == pytest.approx(12.5e9 * reached.network) and usual == fast == reached.network_limit

@@ -2,8 +2,11 @@
 
 import copy
 
+import pytest
 import torch
+import transformers
 
+import autoshard
 from autoshard.runtime.recompute import hook_recompute
 
 
@@ -45,3 +48,28 @@ def test_lists_dicts_and_objects_that_a_forward_changes_are_as_they_were():
     assert [block.runs for block in model] == [3, 3, 3]
     for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
         assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_a_plan_for_one_device_recomputes_what_it_says(recompute):
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, vocab_size=50)
+    original = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=4, **sizes))
+    model, ids = copy.deepcopy(original), torch.randint(50, (2, 8))
+    batch = {"input_ids": ids, "labels": ids}
+    workload = autoshard.Workload(batch_size=2, sequence_length=8, mode="training")
+    asked = dict(launch="processes", recompute=recompute, inputs=batch, workload=workload)
+    plan = autoshard.plan(model, "cpu", **asked)
+    assert plan.launch == "one-process" and len(plan.layers) == 3 and plan.kept_layers < 3
+    runs = []
+    autoshard.apply(model, autoshard.Plan.from_json(plan.to_json()))
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.register_forward_hook(lambda *_: runs.append(1))
+    for one in (original, model):
+        one(**batch).loss.backward()
+    assert len(runs) == 3 + 3 - plan.kept_layers
+    for ours, theirs in zip(model.parameters(), original.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    autoshard.remove(model)
+    model(**batch).loss.backward()
+    assert len(runs) == 3 + 3 - plan.kept_layers + 3

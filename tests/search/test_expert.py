@@ -95,6 +95,20 @@ def test_meshes_of_answers_and_forwards(size, devices, workload, mesh):
     assert any("generate() in no stages" in reason for reason in found.plan.reasons) == (mesh.pp > 1)
 
 
+def test_one_card_is_searched_as_several_are():
+    """Of 16-bit weights, gradients and moments 8B has 60 GiB: what it keeps besides decides."""
+    found = chosen("8B", "1xH100-80GB", batch_size=1, sequence_length=4096, mode="training")
+    assert found is not None and found.plan.recompute == "full" and found.plan.launch == "one-process"
+    assert found.plan.precision == "pure" and found.plan.layers and found.estimate.fits
+    parts = chosen("8B", "1xH200", batch_size=8, sequence_length=4096, mode="training")
+    assert parts is not None and parts.plan.micro_batch * parts.plan.num_microbatches == 8
+    assert parts.plan.num_microbatches > 1
+    answer, of_two = (chosen("8B", devices, **ANSWER) for devices in ("1xH100-80GB", "2xH100-80GB"))
+    assert answer is not None and of_two is not None
+    assert answer.estimate.latency_seconds == pytest.approx(of_two.estimate.latency_seconds, rel=1e-6)
+    assert chosen("8B", "1xH100-80GB", batch_size=1, sequence_length=512) is None
+
+
 def test_one_forward_on_two_cards_is_planned_for_one_process():
     assert chosen("8B", "2xH100-80GB", batch_size=1, sequence_length=512) is None
 
