@@ -87,17 +87,11 @@ def choose(
     `one_process_alone`: what was asked for that only plans of one process have, such as pins; "" for nothing. Raises
     `PlanError` and `SpecError` where processes were asked for and can't be planned.
     """
-    forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp", "hybrid")
-    if wishes.launch == "one-process" and wishes.of_processes:
-        raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
-    if forced and one_process_alone:
-        raise SpecError(
-            f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
-        )
-    several_passes = workload.training or bool(workload.new_tokens)
+    forced = _asked_for(strategy, wishes, one_process_alone)
+    stated = workload.batch_size is not None or inputs is not None
     considered = partial(
-        _considered, least=1 if several_passes else 2, strategy=strategy, wishes=wishes,
-        one_process_alone=one_process_alone,
+        _considered, least=1 if workload.new_tokens or (workload.training and stated) else 2, strategy=strategy,
+        wishes=wishes, one_process_alone=one_process_alone,
     )  # fmt: skip
     if not forced and not considered(cluster):
         again = partial(
@@ -105,7 +99,7 @@ def choose(
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
         )  # fmt: skip
         return _on_fastest(cluster, again, considered) if objective == "latency" else None
-    if workload.training and workload.batch_size is None and inputs is None:
+    if workload.training and not stated:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
             "(batch_size=64), and their length with --seq."
@@ -144,6 +138,18 @@ def choose(
     return Chosen(
         plan=plan, cluster=cluster, estimate=estimate, profile=profile, traced=traced, searched=found, task=task
     )  # fmt: skip
+
+
+def _asked_for(strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
+    """Whether processes were asked for. Raises `SpecError` where one process was, too."""
+    forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp", "hybrid")
+    if wishes.launch == "one-process" and wishes.of_processes:
+        raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
+    if forced and one_process_alone:
+        raise SpecError(
+            f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
+        )
+    return forced
 
 
 def _fastest(cluster: Cluster) -> Cluster:
