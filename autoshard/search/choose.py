@@ -17,6 +17,7 @@ from autoshard.cluster.topology import computing_devices, unequal_reason
 from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
 from autoshard.engine.estimate import Estimate
+from autoshard.engine.recipe import Recipe
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
@@ -111,10 +112,9 @@ def choose(
         if forced:
             raise
         return None  # a model that can be measured, but not followed, is placed
-    one_card = len(cluster.devices) == 1 and workload.training and not forced  # a model trains there as it is
     asked = Asked(
         strategy=strategy, goal=cast(Goal, objective), dtype=wishes.dtype, compiled=wishes.compiled,
-        precision=_as_stored(traced) if one_card else wishes.precision,
+        precision=wishes.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),
         given=_given(wishes, num_microbatches, schedule),
         why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
     )  # fmt: skip
@@ -130,8 +130,7 @@ def choose(
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
     assert best is not None
-    plain = best.recipe.recompute == "none" and best.recipe.num_microbatches == 1
-    if best.recipe.devices == 1 and not forced and not task.new_tokens and plain:
+    if _is_plain(best.recipe) and not forced and not task.new_tokens:
         return None  # one process on one device is placed by what counts its bytes exactly
     profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_recipe(plan, best.recipe, task, cluster)
@@ -150,6 +149,11 @@ def _asked_for(strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
             f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
         )
     return forced
+
+
+def _is_plain(recipe: Recipe) -> bool:
+    """Whether one device runs the whole batch at once and keeps all activations."""
+    return recipe.devices == 1 and recipe.recompute == "none" and recipe.num_microbatches == 1
 
 
 def _fastest(cluster: Cluster) -> Cluster:
@@ -207,8 +211,9 @@ def _considered(cluster: Cluster, least: int, strategy: str, wishes: Wishes, one
 
 
 def _as_stored(traced: Traced) -> str:
-    """The precision of a model that trains as it is."""
-    return "full" if dtype_of(traced.graph) == "float32" else "pure"
+    """The precision of a model that trains as it is, as one does on one card."""
+    pure = traced.workload.training and dtype_of(traced.graph) != "float32"
+    return "pure" if pure else "auto"
 
 
 def _has_no_room(graph: ModelGraph, cluster: Cluster) -> bool:
