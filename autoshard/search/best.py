@@ -200,10 +200,14 @@ def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Price
                 modes = modes[-1:]
             elif not task.given.mesh and _least_bytes(task, modes[0]) > task.card.memory_bytes:
                 break  # neither smaller micro-batches nor recomputation change the states
-            for one in _those_that_run(modes, price):
-                yield one
-                if one.fits and task.goal != "memory":
-                    break  # more recomputation only takes longer
+            *others, leanest = modes
+            for last in _those_that_run([leanest], price):
+                for one in _those_that_run(others, price) if last.fits else ():  # what keeps more takes more
+                    yield one
+                    if one.fits and task.goal != "memory":
+                        break  # more recomputation only takes longer
+                else:
+                    yield last
             if task.leanest:
                 break
 
