@@ -141,16 +141,15 @@ def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | N
     """Compute what a plan, or a `device_map`, costs: bytes per device, seconds, transfers or collectives, lower bound.
 
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table. Under torchrun replicas and
-    stages are priced as processes of their own, as they run there.
+    stages are priced as ranks of a mesh, as they run there.
     """
     from autoshard.engine.pricer import Pricer
-    from autoshard.runtime.collectives import count_processes
 
     plan = as_plan(plan, profile)
     cluster = cluster_for(plan if devices is None else devices)
     if plan.launch:
         return _estimate_processes(plan, profile, cluster)
-    return Pricer(profile, cluster, processes=count_processes() > 1 or None).answer(plan)
+    return Pricer(profile, cluster).answer(plan)
 
 
 def _estimate_processes(plan: Plan, profile: "Profile", cluster: "Cluster") -> Estimate:

@@ -150,12 +150,6 @@ def _places(graph: ModelGraph, owner: Sequence[str]) -> dict[str, tuple[object, 
     return {path: tuple(rows) for path, rows in found.items()}
 
 
-def repeated_elements(graph: ModelGraph) -> list[str]:
-    """The outermost elements of repeated containers, in the order of registration."""
-    found = _elements(graph)
-    return [module.path for module in graph.modules if module.path in found]
-
-
 def _numbered(graph: ModelGraph) -> set[str]:
     """Modules in lists and sequences."""
     return {path for module in graph.modules if module.numbered for path in (module.path, *module.aliases)}

@@ -20,7 +20,7 @@ from autoshard.errors import SpecError
 THROUGH_HOST = 0.5
 """Of a card's host link, where cards copy through the host's memory while each sends and receives: on PCIe 4 x16 of 32
 GB/s one direction reaches 20 to 22, both together 21 to 30 (`p2pBandwidthLatencyTest`, NVIDIA/nccl issue 814)."""
-LEAST_LATENCY = 1e-6
+LEAST_LATENCY, LOCAL_LATENCY = 1e-6, 3e-6
 SAME_MEMORY = 0.9
 """Devices are equal if the smallest has this part of the largest's memory: what is free differs a little."""
 
@@ -39,7 +39,7 @@ class Topology:
     devices_per_host: int
     local_bytes_per_second: float
     network_bytes_per_second: float
-    local_latency_seconds: float = 3e-6
+    local_latency_seconds: float = LOCAL_LATENCY
     network_latency_seconds: float = 5e-6
 
     def __post_init__(self) -> None:
@@ -77,16 +77,22 @@ def computing_devices(cluster: Cluster) -> list[Device]:
 
 
 def unequal_reason(cluster: Cluster) -> str | None:
-    """Say why a cluster is not one of equal devices on equal hosts; None if it is."""
+    """Say how the devices of a cluster differ; None if they are equal."""
     devices = computing_devices(cluster)
-    if not devices:
-        return "there is no device that computes"
     kinds = list(dict.fromkeys(device.kind for device in devices))
     if len(kinds) > 1:
         return f"the devices are unequal: {' and '.join(kinds[:4])}"
     least, most = (pick(devices, key=lambda device: device.memory_bytes) for pick in (min, max))
     if least.memory_bytes < SAME_MEMORY * most.memory_bytes:
         return f"{least.name} has less memory than {most.name}"
+    return None
+
+
+def uneven_reason(cluster: Cluster) -> str | None:
+    """Say why the devices of a cluster can't be ranks that hosts have equally many of; None if they can."""
+    devices = computing_devices(cluster)
+    if not devices:
+        return "there is no device that computes"
     sizes = Counter(device.host for device in devices)
     if len(set(sizes.values())) > 1:
         few, many = min(sizes, key=lambda name: sizes[name]), max(sizes, key=lambda name: sizes[name])
@@ -98,11 +104,12 @@ def unequal_reason(cluster: Cluster) -> str | None:
 
 
 def topology_of(cluster: Cluster) -> Topology | None:
-    """Return how equal devices on equal hosts are connected; None where they are not (`unequal_reason`).
+    """Return how devices are connected of which hosts have equally many; None where they have not (`uneven_reason`).
 
-    The host with the slowest network counts. Links that were measured or given scale what the hardware implies.
+    The slowest links and the host with the slowest network count. Links that were measured or given scale what the
+    hardware implies.
     """
-    if unequal_reason(cluster) is not None:
+    if uneven_reason(cluster) is not None:
         return None
     devices = computing_devices(cluster)
     hosts = [cluster.links.hosts[name] for name in dict.fromkeys(device.host for device in devices)]
@@ -112,8 +119,9 @@ def topology_of(cluster: Cluster) -> Topology | None:
     return Topology(
         hosts=len(hosts),
         devices_per_host=per_host,
-        local_bytes_per_second=_local_rate(devices[0].kind, per_host, peers) * local,
+        local_bytes_per_second=min(_local_rate(kind, per_host, peers) for kind in {d.kind for d in devices}) * local,
         network_bytes_per_second=min(_network_part(host, per_host) for host in hosts) * network,
+        local_latency_seconds=_local_latency(cluster, devices),
         network_latency_seconds=max(LEAST_LATENCY, max(host.latency_seconds for host in hosts) - PEER_SECONDS),
     )
 
@@ -129,6 +137,13 @@ def _local_rate(kind: str, count: int, peer_links: bool) -> float:
 def _network_part(host: Host, count: int) -> float:
     """Bytes per second of the network that one device has when all of its host use it."""
     return host.nic_bytes_per_second * min(1.0, host.nics / count)
+
+
+def _local_latency(cluster: Cluster, devices: Sequence[Device]) -> float:
+    """Seconds of a step of a collective in a host: between CPUs what is known of the loopback of their processes."""
+    names = {device.name for device in devices if device.kind == "cpu"}
+    known = (link for link in cluster.links.known.values() if {link.source, link.destination} <= names)
+    return max((link.latency_seconds for link in known), default=LOCAL_LATENCY)
 
 
 def _known_parts(cluster: Cluster, devices: Sequence[Device]) -> tuple[float, float]:

@@ -135,7 +135,6 @@ class StageEstimate:
     device: str
     forward_seconds: float
     backward_seconds: float
-    weight_seconds: float
     recompute: bool
     in_flight: int
     activation_bytes: int

@@ -251,28 +251,27 @@ def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estim
     begin = lanes.ends()
     for device in estimate.devices:
         if device.compute_seconds:
-            totals = _kinds(plan, profile, cluster, device.name)
+            totals = _kinds(profile, cluster, device.name)
             scale = device.compute_seconds / sum(totals.values())
             for kind, seconds in totals.items():
                 lanes.add(_event(device.name, kind, seconds * scale), begin)
-    computed, kind = lanes.ends(), "all-reduce" if estimate.all_reduces else "all-gather"
+    computed = lanes.ends()
     for device in estimate.devices:
         if device.transfer_seconds:
-            lanes.add(_event(device.name, kind, device.transfer_seconds), computed)
+            lanes.add(_event(device.name, "all-reduce", device.transfer_seconds), computed)
     summed = lanes.ends()
     for event in copies[True]:
         lanes.add(event, summed, stream="copies")
     return list(lanes.played())
 
 
-def _kinds(plan: Plan, profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
+def _kinds(profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
     """What one device would compute of the whole batch, by kind."""
     device, totals = cluster.device(name), dict[str, float]()
     for op, seconds in zip(profile.graph.ops, op_seconds(profile, device).tolist(), strict=True):
         if seconds:
             kind = kind_of(op, profile.graph)
             totals[kind] = totals.get(kind, 0.0) + seconds
-    assert plan.mesh is not None
     trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
-    step = optimizer_seconds(trained / (plan.mesh.data if plan.mesh.sharded else 1), profile.workload, device)
+    step = optimizer_seconds(trained, profile.workload, device)
     return totals | ({"optimizer": step} if step else {})

@@ -1,7 +1,7 @@
-"""What a pipeline costs: its stages for one micro-batch (`stages`), in the order of its schedule, by the clock.
+"""What a pipeline in one process costs: its stages for one micro-batch (`stages`), in the order of its schedule.
 
 * Seconds over a boundary: for every tensor the link's latency and its bytes over the bandwidth; from neighbour to
-  neighbour. Sends are asynchronous.
+  neighbour. Copies are asynchronous. One thread launches all ops, so a pass is never faster than that.
 * Peak of a device: what is always there, saved activations of the micro-batches in flight, and the most that the
   running action has beside them.
 """
@@ -13,8 +13,7 @@ from math import ceil
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
-from autoshard.engine.links import all_reduce_seconds
-from autoshard.engine.placed import check_devices, lower_bound, of_every_device
+from autoshard.engine.placed import lower_bound, of_every_device
 from autoshard.engine.stages import StageBoundary, StagesCost, stage_figures
 from autoshard.engine.timing import optimizer_seconds
 from autoshard.errors import PlanError
@@ -27,7 +26,7 @@ from autoshard.profile.profile import Profile
 from autoshard.schedules.orders import Order, PipeAction, in_flight, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
 
-KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+KINDS = {"F": "forward", "B": "backward"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +34,8 @@ class PipelinePass:
     """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
 
     Attributes:
-        names: the device of every position; stage i is on position i mod p.
-        done: [positions] seconds until a device has done its actions and the sums of parameters of several stages.
-        events: of these. reduce_seconds: of the sums.
-        joined: one backward goes through all micro-batches; apart: each has its own, and outputs become one tensor
-            after the last of them.
+        names: the device of every stage.
+        done: seconds until each of them has done its actions. events: of these.
     """
 
     figures: StagesCost
@@ -48,62 +44,40 @@ class PipelinePass:
     simulated: Simulated
     done: tuple[float, ...]
     events: tuple[Event, ...]
-    reduce_seconds: float
-    joined: bool
-    apart: bool
-    one_process: bool
 
 
-def needs_processes(plan: Plan, cluster: Cluster) -> bool:
-    """Whether a plan can only run with a process per device: several hosts, or a schedule that one can't issue."""
-    hosts = {cluster.device(device.name).host for device in plan.devices}
-    return len(hosts) > 1 or plan.schedule in ("interleaved", "zero-bubble")
-
-
-def run_plan(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> PipelinePass:
+def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
     """Work out the stages of a pipeline and run them by the clock; as `estimate_stages`, which also prices them."""
     mesh, batch, count = plan.mesh, plan.batch, plan.num_microbatches
-    check_devices((device.name for device in plan.devices), cluster, "has stages on")
-    if mesh is None or mesh.size > mesh.pp:
-        raise PlanError(
-            "stages together with replicas or tensor-parallel ranks are priced with the model itself, as a plan for "
-            'processes: use autoshard.estimate, or plan again with launch="processes".'
-        )
-    if batch is None or len(plan.stages) < mesh.pp:
+    if mesh is None or batch is None or len(plan.stages) != mesh.pp:
         raise PlanError("this plan has no stages, or does not say how the batch is divided. Plan again.")
     if batch.size < count:
         raise PlanError(
             f"a batch of {batch.size} can't be divided into {count} micro-batches: use at most {batch.size}, or a "
             "larger batch."
         )
-    apart = needs_processes(plan, cluster) if processes is None else processes
     names = tuple(device.name for device in plan.devices[: mesh.pp])
-    devices = [cluster.device(names[stage % mesh.pp]) for stage in range(len(plan.stages))]
     part = part_of_batch(profile, batch, ceil(batch.size / count))
-    figures = stage_figures(
-        profile, part, plan.stages, devices, processes=apart, schedule=plan.schedule, batch=batch
-    )  # fmt: skip
-    return _run_schedule(figures, names, cluster, plan.schedule, count, profile.workload, one_process=not apart)
+    figures = stage_figures(profile, part, plan.stages, [cluster.device(name) for name in names])
+    return _run_schedule(figures, names, cluster, plan.schedule, count, profile.workload)
 
 
-def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Estimate:
-    """Compute what a plan with stages costs.
+def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
+    """Compute what a plan with stages in one process costs.
 
-    `processes`: whether every device has a process of its own; by default what the schedule and the hosts say. Raises
-    `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
+    Raises `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
     """
-    run = run_plan(plan, profile, cluster, processes=processes)
+    run = run_plan(plan, profile, cluster)
     workload, count, stages = profile.workload, plan.num_microbatches, run.figures.stages
     rows, events, latency = dict[str, DeviceEstimate](), [*run.events], 0.0
     for position, name in enumerate(run.names):
         device = cluster.device(name)
-        trained = sum(nbytes for stage in stages[position :: len(run.names)] for _, nbytes in stage.trained)
-        step = optimizer_seconds(trained * workload.training, workload, device)
+        step = optimizer_seconds(sum(stages[position].trained) * workload.training, workload, device)
         rows[name] = _device_estimate(run, position, device, count, workload, step)
         begin = run.done[position]
         latency = max(latency, begin + step)
         events += [_event(name, "optimizer", begin, begin + step)] if step else []
-    launch = count * sum(stage.launch_seconds for stage in stages) if run.one_process else 0.0
+    launch = count * sum(stage.launch_seconds for stage in stages)
     latency, bound = max(latency, launch), max(launch, lower_bound(profile, cluster, divided=True))
     busiest = min(max(row.compute_seconds + row.transfer_seconds for row in rows.values()), latency)
     return Estimate(
@@ -117,8 +91,6 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster, *, processes
         aligned=run.figures.aligned,
         written_back=run.figures.written_back,
         notes=profile.graph.notes,
-        collective_seconds=run.reduce_seconds,
-        all_reduces=len(run.figures.shared),
         pipelining=Pipelining(
             schedule=plan.schedule, num_microbatches=count,
             stages=tuple(_stage_estimate(run, i) for i in range(len(stages))), bubble=run.simulated.bubble,
@@ -128,30 +100,24 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster, *, processes
 
 
 def _run_schedule(
-    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload,
-    *, one_process: bool = False,
-) -> PipelinePass:  # fmt: skip
+    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload
+) -> PipelinePass:
     """Put stages in the order of a schedule and run it by the clock. "none" is one forward after the other."""
     order = make_order(
-        "gpipe" if schedule == "none" else schedule, len(names), microbatches,
-        stages_per_device=len(figures.stages) // len(names), training=workload.training, one_process=one_process,
+        "gpipe" if schedule == "none" else schedule, len(names), microbatches, training=workload.training,
+        one_process=True,
     )  # fmt: skip
     times = Times(
         forward=[stage.forward_seconds for stage in figures.stages],
         backward=[stage.backward_seconds for stage in figures.stages],
-        weight=[stage.weight_seconds for stage in figures.stages],
         sends=[_over(boundary.tensors, cluster, names, i, 1) for i, boundary in enumerate(figures.boundaries)],
         returns=[_over(boundary.returned, cluster, names, i, -1) for i, boundary in enumerate(figures.boundaries)],
     )
     simulated = simulate(order, times)
     done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(len(names))]
-    events = _events(figures, names, simulated)
-    reduced = _sum_shared(figures, names, cluster, done, events)
-    joined = one_process and workload.training
     return PipelinePass(
-        figures=figures, names=names, order=order, simulated=simulated, done=tuple(done), events=tuple(events),
-        reduce_seconds=reduced, joined=joined, apart=workload.training and not joined,
-        one_process=one_process,
+        figures=figures, names=names, order=order, simulated=simulated, done=tuple(done),
+        events=tuple(_events(figures, names, simulated)),
     )  # fmt: skip
 
 
@@ -159,20 +125,18 @@ def _device_estimate(
     run: PipelinePass, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
 ) -> DeviceEstimate:
     """Bytes and seconds of one device; the parts are what is live at the moment of the peak, so they add up to it."""
-    mine = [run.figures.stages[i] for i in range(position, len(run.figures.stages), len(run.names))]
-    parameter, buffer = (sum(getattr(s.nbytes, kind) for s in mine) for kind in ("parameter", "buffer"))
-    optimizer, inputs = (sum(getattr(s.nbytes, kind) for s in mine) for kind in ("optimizer", "inputs"))
+    held = run.figures.stages[position].nbytes
     gradient, activation = _peak(run, position, microbatches, workload, device)
-    used = parameter + buffer + optimizer + inputs + gradient + activation
+    used = held.parameter + held.buffer + held.optimizer + held.inputs + gradient + activation
     overhead = device.overhead_bytes if used else 0
     return DeviceEstimate(
         name=device.name,
         memory_bytes=device.memory_bytes,
-        parameter_bytes=parameter,
-        buffer_bytes=buffer,
+        parameter_bytes=held.parameter,
+        buffer_bytes=held.buffer,
         gradient_bytes=gradient,
-        optimizer_bytes=optimizer,
-        activation_bytes=activation + inputs,
+        optimizer_bytes=held.optimizer,
+        activation_bytes=activation + held.inputs,
         overhead_bytes=overhead,
         peak_bytes=used + overhead,
         compute_seconds=run.simulated.busy[position] + step_seconds,
@@ -183,44 +147,36 @@ def _device_estimate(
 def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
     """(gradients, activations) of a device when both together are largest, by walking through its actions.
 
-    Each micro-batch in flight keeps its saved activations; the running action adds the largest of its own. At the end
-    outputs of micro-batches become one tensor, beside them, and gradients meet the optimizer step.
+    Each micro-batch in flight keeps its saved activations; the running action adds the largest of its own. After the
+    last forward outputs of micro-batches become one tensor, beside them, through which one backward goes; at the end
+    gradients meet the optimizer step.
     """
-    mine = [stage.nbytes for stage in run.figures.stages[position :: len(run.names)]]
+    one, row = run.figures.stages[position].nbytes, run.order[position]
     gradients = there = 0  # `there`: kept between actions
-    made: set[int] = set()
     peaks = [(0, 0)]
-    row = run.order[position]
     last = max((index for index, action in enumerate(row) if action.kind == "F"), default=-1)
-    joining = microbatches > 1 and not run.apart
-    merged = microbatches * sum(one.outputs for one in mine) if joining else 0
+    merged = microbatches * one.outputs if microbatches > 1 else 0
 
     for index, action in enumerate(row):
-        one = run.figures.stages[action.stage].nbytes
         if action.kind == "F":
             peaks.append((gradients, there + one.forward))
             there += one.kept if workload.training else one.lasting
-        elif action.kind != "W":
-            first = action.stage not in made
+        else:
             back = microbatches - len([other for other in row[:index] if other.kind == "B"])
-            coming = one.returning * (back - 1) if run.joined and one.leaving else 0
-            peaks.append((gradients, there - one.kept + coming + (one.first_backward if first else one.backward)))
-            gradients += one.gradient * first
-            made.add(action.stage)
-        if action.kind in ("B", "W"):
+            coming = one.returning * (back - 1) if one.leaving else 0
+            running = one.first_backward if back == microbatches else one.backward
+            peaks.append((gradients, there - one.kept + coming + running))
+            gradients = one.gradient
             there -= one.kept - one.lasting
-        if index == last and merged:
-            peaks.append((gradients, there + merged))
-            there += merged - microbatches * sum(one.unsaved for one in mine)
-        if index == last and not run.apart:
-            there += microbatches * sum(one.arriving for one in mine)
-            coming = sum(one.returning for one in mine if one.arriving)
-            peaks.append((gradients, there + microbatches * coming))
-            there -= (microbatches if run.joined else 0) * sum(one.leaving for one in mine)
-    if run.apart and microbatches > 1:
-        peaks.append((gradients, there + microbatches * sum(one.outputs for one in mine)))
+        if index == last:
+            if merged:
+                peaks.append((gradients, there + merged))
+                there += merged - microbatches * one.unsaved
+            there += microbatches * one.arriving
+            peaks.append((gradients, there + microbatches * (one.returning if one.arriving else 0)))
+            there -= microbatches * one.leaving if workload.training else 0
     if workload.training:
-        sizes = [size for stage in run.figures.stages[position :: len(run.names)] for _, size in stage.trained]
+        sizes = list(run.figures.stages[position].trained)
         step = optimizer_step_bytes(sizes, workload.optimizer, not device.name.startswith("cpu"))
         peaks.append((gradients, there + step))
     return max(peaks, key=sum)
@@ -230,27 +186,9 @@ def _over(
     tensors: Sequence[tuple[int, int]], cluster: Cluster, names: tuple[str, ...], boundary: int, way: int
 ) -> float:
     """Seconds in which tensors go over a boundary, forwards or back."""
-    ends = names[boundary % len(names)], names[(boundary + 1) % len(names)]
-    if ends[0] == ends[1]:
-        return 0.0
+    ends = names[boundary], names[boundary + 1]
     link = cluster.link(*ends[::way])
     return sum(link.seconds(nbytes) for _, nbytes in tensors)
-
-
-def _sum_shared(
-    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, done: list[float], events: list[Event]
-) -> float:
-    """Sum gradients of parameters that several stages hold: all holders wait for each other. Returns the seconds."""
-    total = 0.0
-    for nbytes, stages in figures.shared:
-        holders = sorted({stage % len(names) for stage in stages})
-        seconds = all_reduce_seconds(cluster, [names[position] for position in holders], nbytes)
-        begin = max(done[position] for position in holders)
-        for position in holders if len(holders) > 1 else ():
-            done[position] = begin + seconds
-            events.append(_event(names[position], "all-reduce", begin, begin + seconds, nbytes=nbytes))
-        total += seconds
-    return total
 
 
 def _events(figures: StagesCost, names: Sequence[str], simulated: Simulated) -> list[Event]:
@@ -260,7 +198,7 @@ def _events(figures: StagesCost, names: Sequence[str], simulated: Simulated) -> 
         action, stage, begin = ran.action, figures.stages[ran.action.stage], ran.begin
         place = {"stage": action.stage, "microbatch": action.microbatch}
         name = names[ran.device]
-        if stage.recompute and action.kind in ("B", "I"):
+        if stage.recompute and action.kind == "B":
             again = min(ran.end, begin + stage.forward_seconds)
             found.append(_event(name, "recompute", begin, again, **place))
             begin = again
@@ -286,10 +224,9 @@ def _sent_tensors(boundaries: Sequence[StageBoundary], action: PipeAction) -> tu
 def _stage_estimate(run: PipelinePass, index: int) -> StageEstimate:
     stage = run.figures.stages[index]
     return StageEstimate(
-        device=run.names[index % len(run.names)],
+        device=run.names[index],
         forward_seconds=stage.forward_seconds,
         backward_seconds=stage.backward_seconds,
-        weight_seconds=stage.weight_seconds,
         recompute=stage.recompute,
         in_flight=in_flight(run.order)[index],
         activation_bytes=stage.nbytes.kept,
@@ -301,7 +238,7 @@ def _transfers(run: PipelinePass, profile: Profile, microbatches: int, cluster: 
     graph, names = profile.graph, run.names
 
     def row(value: int, nbytes: int, boundary: int, way: int) -> Transfer:
-        ends = (names[boundary % len(names)], names[(boundary + 1) % len(names)])[::way]
+        ends = (names[boundary], names[boundary + 1])[::way]
         readers = (op for op in graph.ops[graph.values[value].op + 1 :] if value in op.inputs)
         reader = next(readers, None)
         return Transfer(
@@ -311,8 +248,6 @@ def _transfers(run: PipelinePass, profile: Profile, microbatches: int, cluster: 
             backward=way < 0,
         )  # fmt: skip
 
-    if len(names) == 1:
-        return ()
     found = [row(*one, i, 1) for i, boundary in enumerate(run.figures.boundaries) for one in boundary.tensors]
     return (
         *found,

@@ -1,17 +1,17 @@
-"""What any plan for one process costs, or an old one for processes: placed, streamed, with cuts, or over a mesh.
+"""What any plan for one process costs: placed, streamed, with cuts, with replicas or stages.
 
 An answer is a prompt and n - 1 further tokens, each priced as a pass. Memory is that of the recorded run, whose last
 step finds the cache of the whole answer.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.engine.estimate import Estimate, gap_above
-from autoshard.engine.pipelines import estimate_stages, needs_processes
+from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.placed import check_devices, estimate_placed, lower_bound
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.engine.streamed import compute_devices, estimate_streamed, streaming_bound
@@ -63,13 +63,10 @@ def price(
 
 
 class Pricer:
-    """Prices plans of one profile on one cluster, as `price`; a plan that was priced before costs nothing.
+    """Prices plans of one profile on one cluster, as `price`; a plan that was priced before costs nothing."""
 
-    `processes`: whether every device has a process of its own; None: what each plan and the hosts say.
-    """
-
-    def __init__(self, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> None:
-        self.profile, self.cluster, self.processes = profile, cluster, processes
+    def __init__(self, profile: Profile, cluster: Cluster) -> None:
+        self.profile, self.cluster = profile, cluster
         self._known: list[tuple[Plan, Estimate]] = []
         self._halves: dict[int, Pricer] = {}
 
@@ -82,7 +79,7 @@ class Pricer:
         known = next((figures for one, figures in self._known if one == _decisions(plan)), None)
         if known is None:
             if plan.mesh is not None:
-                known = estimate_mesh(plan, self.profile, self.cluster, processes=self.processes)
+                known = estimate_mesh(plan, self.profile, self.cluster)
             elif plan.cuts:
                 known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
             else:
@@ -100,7 +97,7 @@ class Pricer:
     def _half(self, half: Profile) -> "Pricer":
         known = self._halves.get(id(half))
         if known is None:
-            known = self._halves[id(half)] = Pricer(half, self.cluster, processes=self.processes)
+            known = self._halves[id(half)] = Pricer(half, self.cluster)
         return known
 
     def remember(self, plan: Plan, figures: Estimate) -> None:
@@ -113,25 +110,32 @@ def _decisions(plan: Plan) -> Plan:
     return replace(plan, reasons=(), whole=(), results=(), aligned=(), written_back=())
 
 
-def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster, *, processes: bool | None = None) -> Estimate:
-    """Compute what a plan with replicas or stages costs.
+def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
+    """Compute what a plan with replicas or stages in one process costs.
 
-    `processes`: whether every device has a process of its own; by default what the plan and the hosts say. Raises
-    `PlanError` if the plan names what the model or the cluster lacks.
+    Raises `PlanError` if the plan names what the model or the cluster lacks, or is one for processes.
     """
     mesh = plan.mesh
     if mesh is None:
         raise PlanError("this plan has no mesh.")
-    if (
-        profile.workload.new_tokens
-        and mesh.tensor == 1
-        and not (processes or mesh.sharded or needs_processes(plan, cluster))
-    ):
+    check_devices((device.name for device in plan.devices), cluster, "needs")
+    if needs_processes(plan, (cluster.device(device.name).host for device in plan.devices)):
+        raise PlanError(
+            "this plan needs a process per device, and such plans are priced with the model itself: use "
+            'autoshard.estimate, or plan again with launch="processes".'
+        )
+    if profile.workload.new_tokens:
         found = price(in_one_piece(plan), replace(profile, further=None), cluster)
         return replace(found, notes=(*found.notes, UNDIVIDED))
-    if mesh.pipeline == 1 and mesh.tensor == 1:
-        return estimate_replicas(plan, profile, cluster, processes=processes)
-    return estimate_stages(plan, profile, cluster, processes=processes)
+    return (estimate_replicas if mesh.pp == 1 else estimate_stages)(plan, profile, cluster)
+
+
+def needs_processes(plan: Plan, hosts: Iterable[str]) -> bool:
+    """Whether a plan with a mesh runs only with a process per device; `hosts`: of its devices."""
+    mesh = plan.mesh
+    assert mesh is not None
+    divided = mesh.sharded or mesh.size not in (mesh.data, mesh.pp)
+    return divided or plan.schedule in ("interleaved", "zero-bubble") or len(set(hosts)) > 1
 
 
 def of_answer(

@@ -6,8 +6,7 @@
     backward    the most activations while it runs, with the gradients that are being made
     lasting     what stays to the end of the pass: outputs
 
-`flow` says what lives when, with every stage as a device of its own, so that several stages can share one. With a
-process per device, what a stage receives stays there until its backward is done (torch.distributed.pipelining).
+`flow` says what lives when, with every stage as a device of its own.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.stages import Staged, free_storages
 from autoshard.cluster.device import Device
 from autoshard.flow import Flow, flow
 from autoshard.plan import Stage
@@ -57,21 +55,15 @@ class StageMemory:
     """What lives on which stage in one pass of one micro-batch; `graph` is that of the micro-batch.
 
     Attributes:
-        held: parameter or buffer -> the stages that have it. One process lends those that several stages read; with
-            `processes` each of these stages has its own.
+        held: parameter or buffer -> the stage that has it; others that read it get a copy.
         runs_again: mask of the forward ops that run a second time.
     """
 
-    def __init__(
-        self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage], staged: Staged, *, processes: bool,
-        schedule: str = "gpipe",
-    ) -> None:  # fmt: skip
-        self.whole, self.graph, self.staged, self.processes = whole, graph, staged, processes
-        self.holds_sent = schedule in ("interleaved", "zero-bubble")
-        self.count, self.joined = len(stages), not processes
+    def __init__(self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage]) -> None:
+        self.whole, self.graph = whole, graph
         moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths})
-        self.held = dict(staged.held) if processes else {n: (int(stage),) for n, stage in moves.tensor_device.items()}
-        segments = segments_of(graph, staged, stages, processes=processes)
+        self.held = {name: int(stage) for name, stage in moves.tensor_device.items()}
+        segments = segments_of(graph, stages)
         self.runs_again = segments >= 0
         self.moves = moves = _recomputed(graph, moves, segments)
         rows, begin, end = moves.buffers, graph.backward_begin, len(graph.ops)
@@ -82,11 +74,8 @@ class StageMemory:
         self.gradients = ~rows.copied & (_among(rows.storage, gradients) | ((kind == 0) & stays))
         self.arriving = _rows_of(moves, lambda copy: copy.reason == "output")
         # One copy of a parameter is enough for all micro-batches.
-        lent = rows.copied & ((kind == 1) | _rows_of(moves, lambda copy: copy.kept))
-        self.lent = lent & (not processes)
-        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~lent
-        if processes:  # what is received counts by itself
-            self.passing &= ~(rows.copied & (rows.born < begin))
+        self.lent = rows.copied & ((kind == 1) | _rows_of(moves, lambda copy: copy.kept))
+        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~self.lent
         storages = {graph.values[value].storage for value in graph.outputs}
         self.outputs = _among(rows.storage, storages) & ~rows.copied & (kind == 0) & (rows.born < begin)
         saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
@@ -104,22 +93,22 @@ class StageMemory:
                                             if begin < end and graph.values[value].requires_grad})  # fmt: skip
         self.moves = replace(moves, buffers=replace(rows, died=died))
 
-    def of(self, stage: int, device: Device, trained: Sequence[tuple[str, int]]) -> StageBytes:
-        """Return the bytes of one stage, rounded as its device's allocator does."""
+    def of(self, stage: int, device: Device, trained: Sequence[int]) -> StageBytes:
+        """Return the bytes of one stage, rounded as its device's allocator does; `trained`: of its parameters."""
 
         def rounded(nbytes: int) -> int:
             return -(-nbytes // device.block_bytes) * device.block_bytes
 
         graph, workload = self.graph, self.whole.workload
         static = self._static(stage, rounded)
-        gradient = sum(rounded(nbytes) for _, nbytes in trained)
+        gradient = sum(map(rounded, trained))
         inputs = sum(rounded(row.nbytes) for row in self.whole.graph.storages if row.kind == "input")
         found = StageBytes(
             parameter=static["parameter"],
             buffer=static["buffer"],
             gradient=gradient,
             optimizer=gradient * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0,
-            inputs=inputs if self.processes or stage == int(self.moves.homes.homes[""]) else 0,
+            inputs=inputs if stage == int(self.moves.homes.homes[""]) else 0,
         )
         if str(stage) not in self.moves.devices:
             return found
@@ -135,52 +124,29 @@ class StageMemory:
         made = self.moves.timeline(str(stage), device.block_bytes, new)
         being_made = np.bincount(np.ceil(rows.born[new]).astype(np.int64), nbytes[new], end + 1).astype(np.int64)
         kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin)
-        received, sent, returned = self._exchanged(stage, rounded, set(rows.storage[kept].tolist()))
         outputs = here & self.outputs
-        training = begin < end
-        later = live + being_made
-        if self.joined:  # gradients of micro-batches wait for the last one: after the op a sum stands beside its terms
-            later = np.maximum(later, np.minimum(live, np.append(live[1:], 0)) + 2 * being_made)
+        # Gradients of micro-batches wait for the last one: after the op a sum stands beside its terms.
+        later = np.maximum(live + being_made, np.minimum(live, np.append(live[1:], 0)) + 2 * being_made)
         return replace(
             found,
             parameter=found.parameter + total(self.lent),
-            forward=int(live[:begin].max(initial=0)) + received * (1 if training else 2),  # of the next one, too
-            kept=total(kept) + (received + sent) * training,
-            first_backward=int((live + made)[begin:].max(initial=0)) + received + sent + returned,
-            backward=int(later[begin:].max(initial=0)) + received + sent + returned,
-            lasting=total(self.lasting & ~self.outputs | outputs) + sent * (self.holds_sent or not training),
+            forward=int(live[:begin].max(initial=0)),
+            kept=total(kept),
+            first_backward=int((live + made)[begin:].max(initial=0)),
+            backward=int(later[begin:].max(initial=0)),
+            lasting=total(self.lasting & ~self.outputs | outputs),
             outputs=total(outputs),
             unsaved=total(self.unsaved & outputs),
-            leaving=0 if self.processes else total(self.leaving),
-            arriving=0 if self.processes else total(self.arriving),
-            returning=0 if self.processes else total((self.leaving | self.arriving) & self.graded),
+            leaving=total(self.leaving),
+            arriving=total(self.arriving),
+            returning=total((self.leaving | self.arriving) & self.graded),
         )
-
-    def _exchanged(self, stage: int, rounded: Callable[[int], int], kept: set[int]) -> tuple[int, int, int]:
-        """Bytes that a process receives for one micro-batch, sends on, and of gradients both ways.
-
-        Of what it sends only that counts which is not kept anyway. It stays until its backward is done; without one,
-        or where schedules hold it, to the end of the pass.
-        """
-        if not self.processes or self.count == 1:
-            return 0, 0, 0
-        graph, own = self.graph, free_storages(self.graph)
-        received = sent = returned = 0
-        for one in self.staged.crossings:
-            row = graph.values[one.value]
-            if row.storage in own:
-                continue
-            ends = (one.source < stage <= one.readers[-1]) + (one.source <= stage < one.readers[-1])
-            received += rounded(row.nbytes) * (one.source < stage <= one.readers[-1])
-            sent += rounded(row.nbytes) * (one.source == stage and (self.holds_sent or row.storage not in kept))
-            returned += rounded(row.nbytes) * ends * (row.requires_grad and graph.backward_begin < len(graph.ops))
-        return received, sent, returned
 
     def _static(self, stage: int, rounded: Callable[[int], int]) -> dict[str, int]:
         """Bytes of the parameters and of the buffers that a stage has, tied ones once."""
         found, seen = {"parameter": 0, "buffer": 0}, set[int]()
         for tensor in self.graph.tensors:
-            if stage in self.held[tensor.name] and tensor.storage not in seen:
+            if stage == self.held[tensor.name] and tensor.storage not in seen:
                 seen.add(tensor.storage)
                 found[tensor.kind] += rounded(self.graph.storages[tensor.storage].nbytes)
         return found
@@ -196,19 +162,12 @@ def _rows_of(moves: Flow, wanted: Callable[..., bool]) -> Array:
     return np.isin(np.arange(len(moves.buffers.storage)), rows)
 
 
-def segments_of(graph: ModelGraph, staged: Staged, stages: Sequence[Stage], *, processes: bool) -> Array:
-    """Number per op of what it is recomputed together with, -1 for what is not.
-
-    That is a call of a module of a stage; with `processes` the whole stage, as it is one function there.
-    """
+def segments_of(graph: ModelGraph, stages: Sequence[Stage]) -> Array:
+    """Number per op of the call of a module of a stage that it is recomputed together with, -1 for what is not."""
     found = np.full(len(graph.ops), -1, np.int64)
     if graph.backward_begin == len(graph.ops) or not any(stage.recompute for stage in stages):
         return found
     forward = graph.ops[: graph.backward_begin]
-    if processes:
-        own = np.array([number if stage.recompute else -1 for number, stage in enumerate(stages)])
-        found[: len(forward)] = own[np.array(staged.op_stage[: len(forward)], np.int64)]
-        return found
     modules = _called(graph, [path for stage in stages if stage.recompute for path in stage.paths])
     of_call: list[int] = []
     for call in graph.calls:

@@ -1,12 +1,12 @@
 """What every stage of a pipeline costs for one micro-batch: seconds by the roofline, and bytes (see `stage_memory`).
 
-stage 0   forward 3.1 ms, backward 6.2 ms (of it 3.0 ms for gradients of parameters)
+stage 0   forward 3.1 ms, backward 6.2 ms
   boundary  2 tensors, 4 MiB go over it; the gradient of one of them comes back
 stage 1   …
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,9 +15,7 @@ from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.device import Device
 from autoshard.engine.stage_memory import StageBytes, StageMemory
 from autoshard.engine.timing import op_seconds
-from autoshard.errors import PlanError
 from autoshard.plan import Stage
-from autoshard.plan.batching import BatchAxis
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
 
@@ -32,18 +30,17 @@ class StageBoundary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFigures:
-    """One stage for one micro-batch. `weight_seconds` is the part of `backward_seconds` for gradients of parameters.
+    """One stage for one micro-batch.
 
-    `launch_seconds`: the part of all its seconds that ops need to be launched. `trained`: (name, bytes) of the
-    parameters it trains, in the model's order.
+    `launch_seconds`: the part of all its seconds that ops need to be launched. `trained`: bytes of the parameters that
+    it trains, in the model's order.
     """
 
     forward_seconds: float
     backward_seconds: float
-    weight_seconds: float
     recompute: bool
     nbytes: StageBytes
-    trained: tuple[tuple[str, int], ...]
+    trained: tuple[int, ...]
     launch_seconds: float = 0.0
 
 
@@ -51,88 +48,62 @@ class StageFigures:
 class StagesCost:
     """All stages of a pipeline for one micro-batch.
 
-    `boundaries`: between each stage and the next. `shared`: (bytes, stages) of trained parameters that several stages
-    hold, whose gradients are summed at the end of a step. `aligned`, `written_back`: as in `Plan`, in one
-    process.
+    `boundaries`: between each stage and the next. `aligned`, `written_back`: as in `Plan`.
     """
 
     stages: tuple[StageFigures, ...]
     boundaries: tuple[StageBoundary, ...]
-    shared: tuple[tuple[int, tuple[int, ...]], ...]
     aligned: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
 
 
-def stage_figures(
-    whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device], *, processes: bool,
-    schedule: str = "gpipe", batch: BatchAxis | None = None,
-) -> StagesCost:  # fmt: skip
+def stage_figures(whole: Profile, part: Profile, stages: Sequence[Stage], devices: Sequence[Device]) -> StagesCost:
     """Work out what every stage costs; `part` is the profile of one micro-batch, `devices` that of every stage.
 
-    With `processes` every device has a process of its own, which runs the `schedule`: outputs stay on the last stage,
-    and a parameter that several stages read is held by each. In one process outputs go to the root's home, and such a
-    parameter is lent.
-    Raises `PlanError` if the stages don't have all parameters, or, with processes, can't be cut from the run.
+    Outputs go to the root's home, and a parameter that several stages read is copied to them. Raises `PlanError` if the
+    stages don't have all parameters.
     """
     graph = part.graph
     staged = divide(graph, [stage.paths for stage in stages])
-    if processes and staged.problems:  # one process has what all stages write
-        raise PlanError(f"the model can't be cut into these stages: {staged.problems[0]}.")
-    forward, backward, weight = _seconds(part, staged, devices)
-    memory = StageMemory(whole, graph, stages, staged, processes=processes, schedule=schedule)
-    held, training = memory.held, whole.workload.training
+    forward, backward = _seconds(part, staged, devices)
+    memory = StageMemory(whole, graph, stages)
+    training = whole.workload.training
     trained = trained_sizes(graph) if training else []
     found = []
     for index, (stage, device) in enumerate(zip(stages, devices, strict=True)):
         again = forward[index][memory.runs_again]
-        own = tuple((name, nbytes) for name, nbytes in trained if index in held[name])
-        back = float(backward[index].sum() + again.sum())
+        own = tuple(nbytes for name, nbytes in trained if memory.held[name] == index)
         launches = sum(map(np.count_nonzero, (forward[index], backward[index], again)))
         found.append(
             StageFigures(
                 forward_seconds=float(forward[index].sum()),
-                backward_seconds=back,
-                # Torch's split backward of the first stage is all weight: nobody wants gradients of its inputs.
-                weight_seconds=back if index == 0 else float(weight[index].sum()),
+                backward_seconds=float(backward[index].sum() + again.sum()),
                 recompute=stage.recompute and training,
                 nbytes=memory.of(index, device, own),
                 trained=own,
                 launch_seconds=device.launch_seconds * launches,
             )
         )
-    shared = tuple((nbytes, held[name]) for name, nbytes in trained if len(held[name]) > 1)
-    figures = StagesCost(stages=tuple(found), boundaries=boundaries_of(graph, staged, len(stages)), shared=shared)
-    if processes:
-        return figures
-    moves = memory.moves
-    return replace(figures, aligned=moves.aligned, written_back=moves.written_back)
+    return StagesCost(
+        stages=tuple(found), boundaries=boundaries_of(graph, staged, len(stages)), aligned=memory.moves.aligned,
+        written_back=memory.moves.written_back,
+    )  # fmt: skip
 
 
-def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[list[np.ndarray], ...]:
-    """Per stage, seconds of every op: those of its forward, of its backward, and of the part that makes gradients."""
+def _seconds(part: Profile, staged: Staged, devices: Sequence[Device]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Per stage, seconds of every op: those of its forward, and those of its backward."""
     graph = part.graph
     of_op = np.array(staged.op_stage, np.int64)
     is_forward = np.arange(len(graph.ops)) < graph.backward_begin
-    for_weights = weight_ops(graph)
     known: dict[object, np.ndarray] = {}
-    forward, backward, weight = [], [], []
+    forward, backward = [], []
     for stage, device in enumerate(devices):
         if device.speed not in known:
             known[device.speed] = op_seconds(part, device)
         mine = np.where(of_op == stage, known[device.speed], 0.0)
         forward.append(np.where(is_forward, mine, 0.0))
         backward.append(np.where(is_forward, 0.0, mine))
-        weight.append(np.where(for_weights, mine, 0.0))
-    return forward, backward, weight
-
-
-def weight_ops(graph: ModelGraph) -> np.ndarray:
-    """Which ops do nothing but make gradients of parameters."""
-    ends = {graph.values[value].storage for _, value in graph.gradients}
-    found = np.zeros(len(graph.ops), bool)
-    for op in graph.ops[graph.backward_begin :]:
-        found[op.index] = bool(op.outputs) and all(graph.values[value].storage in ends for value in op.outputs)
-    return found
+    return forward, backward
 
 
 def boundaries_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[StageBoundary, ...]:

@@ -146,7 +146,7 @@ class AutoshardProcessesStrategy(_Planned, DDPStrategy):
             kind = self.root_device.type
             self._devices = "auto" if kind != "cpu" else [f"cpu:{rank}" for rank in range(self.world_size)]
         plan = self._apply()
-        if plan.stages:
+        if plan.mesh is not None and plan.mesh.pp > 1:
             raise SpecError(
                 "a pipeline over processes trains through autoshard.schedule(model, loss).step(…), which a Trainer "
                 'does not call. Use strategy="data-parallel" or "column-parallel" with it.'

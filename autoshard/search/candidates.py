@@ -109,7 +109,9 @@ def _chosen(name: str, degrees: tuple[int, ...], given: Fixed) -> tuple[int, ...
 
 def _pipelines(devices: int, limits: Limits) -> tuple[int, ...]:
     return tuple(
-        n for n in range(1, min(devices, limits.layers) + 1) if devices % n == 0 and (n < 3 or n % 2 == 0)
+        n
+        for n in range(1, min(devices, limits.layers) + 1)
+        if devices % n == 0 and (n < 3 or n % 2 == 0 or n == devices)
     ) or (1,)
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.topology import computing_devices, unequal_reason
+from autoshard.cluster.topology import computing_devices, unequal_reason, uneven_reason
 from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
 from autoshard.engine.estimate import Estimate
@@ -89,12 +89,13 @@ def choose(
     `PlanError` and `SpecError` where processes were asked for and can't be planned.
     """
     forced = _asked_for(strategy, wishes, one_process_alone)
+    running = not forced and _is_running(cluster, strategy, workload, wishes, one_process_alone)
     stated = workload.batch_size is not None or inputs is not None
     considered = partial(
         _considered, least=1 if workload.new_tokens or (workload.training and stated) else 2, strategy=strategy,
         wishes=wishes, one_process_alone=one_process_alone,
     )  # fmt: skip
-    if not forced and not considered(cluster):
+    if not forced and not running and not considered(cluster):
         again = partial(
             choose, model, inputs, workload, strategy=strategy, objective=objective, wishes=wishes,
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
@@ -121,11 +122,11 @@ def choose(
     try:
         plan, found, task = plan_processes(traced, cluster, asked)
     except PlanError:
-        if forced or _several_hosts(cluster) or workload.training or _has_no_room(traced.graph, cluster):
+        final = _several_hosts(cluster) or workload.training or _has_no_room(traced.graph, cluster)
+        if forced or (final and not running):
             raise
-        return None  # what does not fit on the devices may fit with the help of others, and is refused by that search
-    assert found.best is not None
-    single = None if forced or workload.training or _several_hosts(cluster) else alone(task, found)
+        return None  # what is not divided, or fits with the help of others, is placed, or refused by that search
+    single = None if forced or running or workload.training or _several_hosts(cluster) else alone(task, found)
     if single is not None:
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
@@ -140,8 +141,10 @@ def choose(
 
 
 def _asked_for(strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
-    """Whether processes were asked for. Raises `SpecError` where one process was, too."""
+    """Whether processes were asked for, in words or by a strategy. Raises `SpecError` where one process was, too."""
     forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp", "hybrid")
+    if count_processes() > 1 and wishes.launch is None:
+        forced = forced or strategy in ("data-parallel", "pipeline")
     if wishes.launch == "one-process" and wishes.of_processes:
         raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
     if forced and one_process_alone:
@@ -206,8 +209,14 @@ def _considered(cluster: Cluster, least: int, strategy: str, wishes: Wishes, one
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
     return (
         known and len(cards) == len(cluster.devices) >= least and unequal_reason(cluster) is None
-        and not count_processes() and not torch.cuda.is_available()
+        and uneven_reason(cluster) is None and not count_processes() and not torch.cuda.is_available()
     )  # fmt: skip
+
+
+def _is_running(cluster: Cluster, strategy: str, workload: Workload, wishes: Wishes, one_process_alone: str) -> bool:
+    """Whether a process per device runs already, of which all take part where nobody says otherwise."""
+    stated = strategy == "auto" and wishes.launch is None and not workload.assumed and not one_process_alone
+    return stated and count_processes() > 1 and count_processes() == len(computing_devices(cluster))
 
 
 def _as_stored(traced: Traced) -> str:

@@ -164,11 +164,10 @@ def candidates_of(request: Request) -> "list[Candidate]":
     found = [Candidate(name="placement", make=lambda: _place_for_passes(request))]
     if "disk" in request.cluster.names or request.pins or _plain_inputs(request):
         return found
-    stated = not request.profile.workload.assumed and request.has_rows
-    if stated:
+    many = request.processes > 1
+    if not many and not request.profile.workload.assumed and request.has_rows:
         found.append(Candidate(name="data-parallel", make=lambda: _replicate(request)))
         found.append(Candidate(name="pipeline", make=lambda: _pipeline(request, compared=True)))
-    many = request.processes > 1
     if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
         return found
     found.append(Candidate(name="column-parallel", make=lambda: _cut(request), usable=many))
@@ -252,9 +251,7 @@ def _check_caller(request: Request) -> None:
 def _replicate(request: Request) -> Plan:
     from autoshard.strategies.data_parallel import data_parallel
 
-    made = data_parallel(
-        request.profile, request.limited, request.batch, objective=request.objective, processes=request.processes
-    )
+    made = data_parallel(request.profile, request.limited, request.batch, objective=request.objective)
     return _saying_what_is_assumed(made)
 
 
@@ -263,8 +260,8 @@ def _pipeline(request: Request, *, compared: bool = False) -> Plan:
 
     made = pipeline(
         request.profile, request.limited, request.batch, objective=request.objective,
-        num_microbatches=request.num_microbatches, schedule=request.schedule, processes=request.processes,
-        pricer=request.price, compared=compared,
+        num_microbatches=request.num_microbatches, schedule=request.schedule, pricer=request.price,
+        compared=compared,
     )  # fmt: skip
     return _saying_what_is_assumed(made)
 

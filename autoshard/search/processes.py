@@ -14,18 +14,21 @@ import torch
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import RESERVED, Cluster, plan_device
 from autoshard.cluster.device import Device
-from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason
+from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason, uneven_reason
 from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds
-from autoshard.engine.cards import card_of
+from autoshard.engine.cards import weakest_card
 from autoshard.engine.precision import inference_precision, training_precision
 from autoshard.engine.price import split_stages
+from autoshard.engine.pricer import needs_processes
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.workload import Workload
+from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Goal, Priced, Searched, SearchTask, search
 from autoshard.search.candidates import on_mesh
+from autoshard.search.gathered import gathered_alone
 from autoshard.search.limits import Fixed, check_given, limits_of
 from autoshard.search.reasons import explain, refuse, shown_mesh
 from autoshard.search.traced import Traced
@@ -65,14 +68,16 @@ class Asked:
 
 
 def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
-    """State what is searched. Raises `PlanError` where the devices are unequal or what was fixed makes no sense."""
+    """State what is searched. Raises `PlanError` where hosts are unequal or what was fixed makes no sense.
+
+    Ranks have equal parts, so of unequal devices each is taken for the weakest.
+    """
     topology = topology_of(cluster)
     if topology is None:
         raise PlanError(
-            f"a process per device is planned for equal devices on equal hosts, and {unequal_reason(cluster)}. "
-            'Name equal ones, or plan with strategy="balanced" for one process.'
+            f"a process per device is planned for hosts of equally many devices, and {uneven_reason(cluster)}. "
+            'Name as many of each, or plan with strategy="balanced" for one process.'
         )
-    device = computing_devices(cluster)[0]
     training = traced.workload.training
     stored = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
     if training:
@@ -80,7 +85,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     else:
         precision = inference_precision(stored)
     compute = "float32" if precision.compute == 4 else "bfloat16"
-    card = card_of(device, compute)
+    card = weakest_card(computing_devices(cluster), compute)
     card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
     given = replace(asked.given, axes=STRATEGY_AXES[asked.strategy])
     # generate() runs in no stages, so a model that is larger than a host shares its matrices over hosts
@@ -111,7 +116,15 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
         raise PlanError(refuse(task, found, cluster))
     plan = write_plan(traced, cluster, asked, found.best.recipe)
     *why, start = explain(task, found)
-    return replace(plan, reasons=(*why, *_in_fewer_bits(traced, cluster, asked, found.best), start)), found, task
+    more = *_of_unequal(cluster), *_in_fewer_bits(traced, cluster, asked, found.best)
+    return replace(plan, reasons=(*why, *more, start)), found, task
+
+
+def _of_unequal(cluster: Cluster) -> Iterator[str]:
+    """What is not used of unequal devices, in words."""
+    why = unequal_reason(cluster)
+    if why is not None:
+        yield f"{why}; ranks have equal parts, so each is planned with the least speed and memory of all"
 
 
 def _in_fewer_bits(traced: Traced, cluster: Cluster, asked: Asked, best: Priced) -> Iterator[str]:
@@ -131,6 +144,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
     devices = computing_devices(cluster)[: recipe.devices]
     stages, placements = stages_of(traced, recipe, devices)
     trained = traced.workload.training and (recipe.devices > 1 or recipe.recompute != "none")
+    layers = _gathered(traced, recipe) if trained and (recipe.pp > 1 or not stages) else []
     name = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
     if traced.workload.training:
         name = training_precision(asked.precision, name)[0]
@@ -145,7 +159,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         fingerprint=traced.graph.fingerprint,
         mesh=mesh_of(recipe),
         stages=stages,
-        layers=tuple(layer_paths(traced)) if trained and (recipe.pp > 1 or not stages) else (),
+        layers=tuple(layers),
         launch="processes" if recipe.devices > 1 else "one-process",
         micro_batch=recipe.micro_batch,
         recompute=recipe.recompute,
@@ -182,7 +196,7 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
     """The stages of a pipeline with the device of each; of trained replicas, the layers, gathered one at a time."""
     first = {"": devices[0].name}
     if recipe.pp == 1:
-        layers = layer_paths(traced) if recipe.dp * recipe.fsdp > 1 and traced.workload.training else []
+        layers = _gathered(traced, recipe) if recipe.replicas > 1 and traced.workload.training else []
         again = len(layers) - recipe.kept_layers if recipe.recompute == "full" else 0
         return tuple(Stage(paths=(path,), recompute=number < again) for number, path in enumerate(layers)), first
     count = recipe.pp * recipe.stages_per_rank
@@ -201,6 +215,12 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
     heads = [devices[rank * per_rank].name for rank in range(recipe.pp)]
     placements = {path: heads[index % recipe.pp] for index, own in enumerate(paths) for path in own}
     return tuple(Stage(paths=tuple(own), recompute=recipe.recompute == "full") for own in paths), placements
+
+
+def _gathered(traced: Traced, recipe: Recipe) -> list[str]:
+    """The layers that are recomputed as one; of replicas, whose parameters are gathered as one, those that may be."""
+    layers = layer_paths(traced)
+    return gathered_alone(traced.graph, layers) if recipe.replicas > 1 else layers
 
 
 def layer_paths(traced: Traced) -> list[str]:
@@ -269,9 +289,11 @@ def for_workload(plan: Plan, workload: Workload) -> Plan:
 
 
 def as_launched(plan: Plan, graph: ModelGraph) -> Plan:
-    """Return a plan with replicas, stages and ranks of an older version as one for processes; others as they are."""
+    """Return an older version's plan over a mesh as one for processes, where it runs in them; others as they are."""
+    if plan.launch or plan.mesh is None:
+        return plan
     mesh = plan.mesh
-    if plan.launch or mesh is None or mesh.size in (mesh.data, mesh.pp):
+    if count_processes() < 2 and not needs_processes(plan, (device.host for device in plan.devices)):
         return plan
     name, rows = dtype_of(graph), plan.workload.batch_size or (plan.batch.size if plan.batch else 1)
     if plan.workload.training:

@@ -172,6 +172,11 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
         said = f"no mesh of {task.devices} devices goes with a batch of {_counted(task.limits.samples, 'sample')}"
         if not task.limits.divisible:
             return f"{said}: {task.limits.why_not}"
+        if task.given.axes == ("pp",) and task.limits.layers < task.devices:
+            return (
+                f"{task.devices} stages need as many layers that are alike, and the model has {task.limits.layers}. "
+                'Use fewer devices, or launch="one-process", whose stages may begin at any module.'
+            )
         return f"{said}. Give a batch that the number of devices divides, or other degrees."
     needed = closest.figures.used_bytes
     lacking = needed - task.card.memory_bytes

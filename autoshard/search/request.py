@@ -111,7 +111,7 @@ class Request:
         """What prices plans: once, though a strategy and the comparison ask for it."""
         from autoshard.engine.pricer import Pricer
 
-        return Pricer(self.profile, self.limited, processes=self.processes > 1 or None)
+        return Pricer(self.profile, self.limited)
 
     def cut_checks(self) -> "CheckCuts":
         """What checks cuts on the model, by following its ranks op by op."""

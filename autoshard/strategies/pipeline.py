@@ -1,8 +1,8 @@
-"""Stages of a pipeline: devices, schedule, micro-batches and cuts are searched, and the best few priced by the engine.
+"""Stages of a pipeline in one process: devices, micro-batches and cuts are searched, the best few priced by the engine.
 
 ways to run ──▶ partitions of each (`stages`) ──formula──▶ a dozen ──`simulate`──▶ a few ──the engine──▶ one
 
-Several processes with other dimensions than stages are searched by `search`.
+A process per device is planned by `search`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,15 +28,12 @@ from autoshard.plan.choices import check_choices
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import find_units, tensor_units
-from autoshard.schedules.orders import check_schedule
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.stages import Array, Cutting, StageCuts, Way, between, layer_begins, layer_figures
 
 _MOST_PARTS = 8
 """Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
-_MOST_ACTIONS = 5_000
-"""Actions of a schedule up to which stages are interleaved: more of them are not worth the time of the search."""
 _FEW = 8
 """Devices up to which every number of them is tried."""
 _MOST_ORDERS = 24
@@ -55,18 +52,17 @@ nothing fitted.
 
 def pipeline(
     profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput",
-    num_microbatches: int | None = None, schedule: str | None = None, processes: int = 0,
-    pricer: Pricer | None = None, compared: bool = False,
+    num_microbatches: int | None = None, schedule: str | None = None, pricer: Pricer | None = None,
+    compared: bool = False,
 ) -> Plan:  # fmt: skip
-    """Plan a pipeline; `processes`: how many run, 0 if all devices are used from one; `pricer` is told what it costs.
+    """Plan a pipeline in one process; `pricer` is told what it costs.
 
     For "throughput" the seconds of one batch count, so that its micro-batches overlap. Where the plan is `compared`
     with other strategies, batches may overlap too: then those of the busiest device do.
 
     Raises `SpecError` for numbers and names that make no sense, `PlanError` if nothing fits.
     """
-    processes = processes if processes > 1 else 0
-    _check(cluster, batch, objective, num_microbatches, schedule, processes)
+    _check(cluster, batch, objective, num_microbatches, schedule)
     devices = [device for device in cluster.devices if device.name != "disk"]
     units = find_units(profile)
     if len(units.paths) < 2:
@@ -74,23 +70,17 @@ def pipeline(
             "a pipeline needs at least two modules with parameters, one per stage: this model has "
             f'{len(units.paths)}. Use strategy="balanced".'
         )
-    ways = list(_ways(profile, batch, devices, num_microbatches, schedule, processes))
-    if not ways:
-        raise PlanError(_no_choice(len(devices), len(units.paths), num_microbatches, schedule, processes))
+    ways = list(_ways(profile, batch, devices, num_microbatches))
     training = profile.graph.backward_begin < len(profile.graph.ops)
     goal = "latency" if objective == "throughput" and not compared else objective
     figure = "load" if goal == "memory" else "busiest" if goal == "throughput" and not training else "seconds"
-    searches = partial(_searches, profile, cluster, batch, ways, figure, not processes)
-    price = pricer or Pricer(profile, cluster, processes=processes > 0)
-    best, closest = _best(
-        searches, partial(_write, profile, batch, objective, not processes), price, goal, len(profile.graph.ops)
-    )
+    searches = partial(_searches, profile, cluster, batch, ways, figure)
+    price = pricer or Pricer(profile, cluster)
+    best, closest = _best(searches, partial(_write, profile, batch, objective), price, goal, len(profile.graph.ops))
     if best is None:
         raise PlanError(_refusal(closest, devices))
     plan, figures = best
-    plan = replace(plan, reasons=tuple(_reasons(profile, plan, figures, devices, processes)))
-    if processes:
-        return plan
+    plan = replace(plan, reasons=tuple(_reasons(profile, plan, figures, devices)))
     moves = flow(profile.graph, {path: str(i) for i, stage in enumerate(plan.stages) for path in stage.paths})
     return replace(plan, aligned=moves.aligned, written_back=moves.written_back)
 
@@ -98,44 +88,24 @@ def pipeline(
 # ---- ways to run stages
 
 
-def _ways(
-    profile: Profile, batch: BatchAxis, devices: Sequence[Device], num_microbatches: int | None,
-    schedule: str | None, processes: int,
-) -> Iterator[Way]:  # fmt: skip
-    """Yield stages on as many devices as there are processes, or on any number of them, the simplest first."""
-    count, units = len(devices), len(find_units(profile).paths)
-    most, training = min(count, units), profile.workload.training
+def _ways(profile: Profile, batch: BatchAxis, devices: Sequence[Device], num_microbatches: int | None) -> Iterator[Way]:
+    """Yield stages on any number of devices, the simplest first."""
+    count = len(devices)
+    most = min(count, len(find_units(profile).paths))
     numbers = range(2, most + 1) if count <= _FEW else [*(p for p in (2, 4, 8, 16, 32, 64, 128) if p < count), count]
-    names = [schedule] if schedule else ["gpipe"]
-    if processes and training and schedule is None:
-        names = ["1f1b", "gpipe", "interleaved", "zero-bubble"]
-    for number in (one for one in ([processes] if processes else numbers) if one <= most):
-        parts = [num_microbatches] if num_microbatches else _parts(batch.size, number, ragged=not processes)
-        for order, name in enumerate(names):
-            for each in (2, 4) if name == "interleaved" else (1,):
-                for micro in parts:
-                    actions = 2 * number * each * micro if each > 1 and not schedule else 0
-                    if number * each > units or actions > _MOST_ACTIONS:
-                        continue
-                    try:
-                        check_schedule(name, number, micro, stages_per_device=each, training=training)
-                    except SpecError:
-                        if schedule and num_microbatches and (processes or count == 2):
-                            raise
-                        continue
-                    for used in _orders(profile, devices, number):
-                        yield Way(devices=used, microbatches=micro, schedule=name, per_device=each, order=order)
+    for number in (one for one in numbers if one <= most):
+        for micro in [num_microbatches] if num_microbatches else _parts(batch.size, number):
+            for used in _orders(profile, devices, number):
+                yield Way(devices=used, microbatches=micro)
 
 
-def _parts(size: int, positions: int, *, ragged: bool) -> list[int]:
-    """Numbers of micro-batches: those that divide the batch, up to where there is nothing to win.
+def _parts(size: int, positions: int) -> list[int]:
+    """Numbers of micro-batches, up to where there is nothing to win.
 
-    Where the last ones may be smaller (`ragged`), also those that the positions divide.
+    Those that divide the batch, and those that the positions divide: the last ones may be smaller.
     """
-    found = [m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * positions]
-    if ragged:
-        found = sorted({*found, *(m for m in (positions, 2 * positions, 4 * positions) if m <= size)})
-    return found[-8:]
+    found = {m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * positions}
+    return sorted(found | {m for m in (positions, 2 * positions, 4 * positions) if m <= size})[-8:]
 
 
 def _orders(profile: Profile, devices: Sequence[Device], count: int) -> list[tuple[Device, ...]]:
@@ -161,9 +131,8 @@ def _orders(profile: Profile, devices: Sequence[Device], count: int) -> list[tup
 
 
 def _searches(
-    profile: Profile, cluster: Cluster, batch: BatchAxis, ways: Sequence[Way], figure: str, one_process: bool,
-    room: float,
-) -> Iterator[tuple[StageCuts, Array]]:  # fmt: skip
+    profile: Profile, cluster: Cluster, batch: BatchAxis, ways: Sequence[Way], figure: str, room: float
+) -> Iterator[tuple[StageCuts, Array]]:
     """The cuts of every way, and where its layers begin."""
     units, graph = find_units(profile), profile.graph
     devices = [device for device in cluster.devices if device.name != "disk"]
@@ -171,7 +140,7 @@ def _searches(
     few = part_of_batch(profile, batch, -(-batch.size // most))
     ends: dict[bytes, tuple[object, object]] = {}
     for way in ways:
-        begins = layer_begins(profile, units, way.stages, one_process=one_process)
+        begins = layer_begins(units, len(way.devices))
         key = begins.tobytes()
         if key not in ends:
             ends[key] = tuple(layer_figures(profile, one, begins, devices) for one in (few, profile))  # type: ignore
@@ -179,7 +148,7 @@ def _searches(
         part = (rows - least) / max(batch.size - least, 1)
         yield StageCuts(
             between(*ends[key], part), way, cluster, figure,  # type: ignore[arg-type]
-            training=graph.backward_begin < len(graph.ops), one_process=one_process, room=room,
+            training=graph.backward_begin < len(graph.ops), room=room,
         ), begins  # fmt: skip
 
 
@@ -197,7 +166,7 @@ def _best(
         found.sort(key=lambda row: (float(f"{row[0].value:.3g}"), row[0].way.simplicity))
         timed, actions = list[tuple[float, Cutting, Array]](), 0
         for one, search, begins in found:
-            actions += 2 * one.way.stages * one.way.microbatches
+            actions += 2 * len(one.way.devices) * one.way.microbatches
             if actions > _SIMULATED_ACTIONS and len(timed) >= _DOZEN:
                 break
             timed.append((search.simulated(one), one, begins))
@@ -227,7 +196,7 @@ def _lacking(figures: Estimate) -> int:
 # ---- the plan
 
 
-def _write(profile: Profile, batch: BatchAxis, objective: str, one_process: bool, one: Cutting, begins: Array) -> Plan:
+def _write(profile: Profile, batch: BatchAxis, objective: str, one: Cutting, begins: Array) -> Plan:
     """Write down what was decided."""
     units, graph, names = find_units(profile), profile.graph, [device.name for device in one.way.devices]
     boundaries = begins[list(one.cuts[1:-1])]
@@ -240,8 +209,8 @@ def _write(profile: Profile, batch: BatchAxis, objective: str, one_process: bool
     return Plan(
         strategy="pipeline", objective=objective, workload=profile.workload,
         devices=tuple(map(plan_device, one.way.devices)),
-        placements={path: names[i % len(names)] for i, own in enumerate(paths) for path in own},
-        num_microbatches=one.way.microbatches, schedule=one.way.schedule, fingerprint=graph.fingerprint,
+        placements={path: name for name, own in zip(names, paths, strict=True) for path in own},
+        num_microbatches=one.way.microbatches, schedule="gpipe", fingerprint=graph.fingerprint,
         mesh=Mesh(pp=len(names)), batch=batch, stages=tuple(Stage(paths=tuple(own), recompute=yes)
                                                             for own, yes in stages),
     )  # fmt: skip
@@ -267,9 +236,7 @@ def opened(path: str, graph: ModelGraph) -> list[str]:
 # ---- words
 
 
-def _reasons(
-    profile: Profile, plan: Plan, figures: Estimate, devices: Sequence[Device], processes: int
-) -> Iterator[str]:
+def _reasons(profile: Profile, plan: Plan, figures: Estimate, devices: Sequence[Device]) -> Iterator[str]:
     """Say how a pipeline runs, what is recomputed, which device is fullest, and which are not used."""
     run, batch = figures.pipelining, plan.batch
     assert batch is not None
@@ -314,17 +281,16 @@ def _refusal(figures: Estimate | None, devices: Sequence[Device]) -> str:
 
 
 def _check(
-    cluster: Cluster, batch: BatchAxis, objective: str, num_microbatches: int | None, schedule: str | None,
-    processes: int,
-) -> None:  # fmt: skip
+    cluster: Cluster, batch: BatchAxis, objective: str, num_microbatches: int | None, schedule: str | None
+) -> None:
     check_choices(objective=objective, schedule=schedule)
     devices = sum(device.name != "disk" for device in cluster.devices)
     if devices < 2:
         raise SpecError('a pipeline needs at least two devices that compute. Give more devices, or use "balanced".')
-    if processes > 1 and processes != devices:
-        raise SpecError(f"a pipeline over {devices} devices needs as many processes; {processes} run.")
-    if not processes and schedule in ("1f1b", "interleaved", "zero-bubble"):
-        raise SpecError(f'the schedule "{schedule}" needs a process per device: run under torchrun, or use "gpipe".')
+    if schedule not in (None, "gpipe"):
+        raise SpecError(
+            f'the schedule "{schedule}" needs a process per device: plan with launch="processes", or use "gpipe".'
+        )
     if num_microbatches is None:
         return
     if num_microbatches < 1:
@@ -334,27 +300,6 @@ def _check(
             f"a batch of {batch.size} can't be divided into {num_microbatches} micro-batches: use at most "
             f"{batch.size}, or a larger batch."
         )
-    if processes and batch.size % num_microbatches:
-        good = max(m for m in range(1, num_microbatches) if batch.size % m == 0)
-        raise SpecError(
-            f"under torchrun all micro-batches have equally many rows: a batch of {batch.size} is not a multiple of "
-            f"{num_microbatches}. Use {good} micro-batches, or another batch."
-        )
-
-
-def _no_choice(
-    devices: int, units: int, num_microbatches: int | None, schedule: str | None, processes: int
-) -> str:  # fmt: skip
-    if processes > units:
-        return (
-            f"{processes} stages need as many modules with parameters, and the model has {units}: a stage would be "
-            f"without parameters. Use at most {units} processes."
-        )
-    asked = f"{num_microbatches} micro-batches" if num_microbatches else "this batch"
-    return (
-        f"no pipeline over {devices} devices can run {asked}{f' with the schedule {schedule!r}' if schedule else ''}: "
-        'use another number of micro-batches, or schedule="gpipe".'
-    )
 
 
 def _fullest(figures: Estimate) -> str:

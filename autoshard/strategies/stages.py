@@ -1,7 +1,7 @@
-"""Where to cut layers in a row into the stages of a pipeline: one dynamic programme, for every schedule.
+"""Where to cut layers in a row into the stages of a pipeline in one process: one dynamic programme.
 
     layers     [ 0 | 1 | 2 | 3 | 4 | 5 | 6 ]      cuts (0, 3, 5, 7)
-    stages     └─ 0 ─────┘└─ 1 ──┘└─ 2 ──┘        stage i is on device i mod p
+    stages     └─ 0 ─────┘└─ 1 ──┘└─ 2 ──┘        stage i is on device i
 
 The slowest stage (or the fullest device) is made as small as can be; among partitions whose slowest stage is not much
 slower those with the least sum are looked at, too. What a stage keeps depends on its position; where it does not fit it
@@ -20,12 +20,11 @@ import numpy as np
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
-from autoshard.engine.stages import weight_ops
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.profile.measure import first_saves, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units, tensor_units
-from autoshard.schedules.orders import Order, in_flight, make_order
+from autoshard.schedules.orders import Order, make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.paths import cut_depths
 
@@ -36,32 +35,24 @@ _LIMITS = (1.0, 1.05, 1.2, 1.6)
 """Limits on the slowest stage, in parts of the least, under which the sum of stages is made least."""
 _ALL = 64
 """Partitions up to which all are looked at."""
-_CUTS_PER_STAGE, _ENOUGH = 4, 64
+_CUTS_PER_STAGE, _ENOUGH = 2, 64
 """Cuts between whole modules are enough where there are so many per stage, or in all; else smaller modules are cut.
 
-Half as many in one process, where tensors that meet inside a cut module are watched, which costs time.
+Few are, since tensors that meet inside a cut module are watched, which costs time.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """How stages run: on these devices, so many on each; `order`: how much the schedule is preferred, less is more."""
+    """How stages run: one on each of these devices, all forwards before the backwards (the schedule "gpipe")."""
 
     devices: tuple[Device, ...]
     microbatches: int
-    schedule: str
-    per_device: int = 1
-    order: int = 0
-
-    @property
-    def stages(self) -> int:
-        """How many stages there are."""
-        return len(self.devices) * self.per_device
 
     @property
     def simplicity(self) -> tuple[int, ...]:
         """The smaller, the simpler."""
-        return len(self.devices), self.per_device, self.order, self.microbatches
+        return len(self.devices), self.microbatches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,29 +66,17 @@ class Cutting:
     load: float
 
 
-def layer_begins(profile: Profile, units: Units, stages: int, *, one_process: bool) -> Array:
+def layer_begins(units: Units, stages: int) -> Array:
     """[layers + 1] the first unit of every layer: modules as large as leave enough of them; all where few."""
     depths, count = cut_depths(units.paths), len(units.paths)
-    forbidden = np.zeros(count + 1, bool) if one_process else _written_across(profile.graph, units)
-    enough = max(stages, min(_CUTS_PER_STAGE // (1 + one_process) * stages, _ENOUGH))
+    enough = max(stages, min(_CUTS_PER_STAGE * stages, _ENOUGH))
     allowed = np.ones(count, bool)
     for depth in sorted({*depths[1:].tolist(), int(depths.max(initial=0))}):
-        allowed = (depths <= depth) & ~forbidden[:count]
+        allowed = depths <= depth
         allowed[0] = True
         if allowed.sum() >= enough:
             break
     return np.append(np.flatnonzero(allowed), count)
-
-
-def _written_across(graph: ModelGraph, units: Units) -> Array:
-    """[units + 1] cuts between what makes a tensor and what writes into it."""
-    found = np.zeros(len(units.paths) + 1, bool)
-    for op in graph.ops[: graph.backward_begin]:
-        for value in op.mutates:
-            row = graph.storages[graph.values[value].storage]
-            if row.kind == "activation" and 0 <= row.born < len(graph.ops):
-                found[units.op_unit[row.born] + 1 : units.op_unit[op.index] + 1] = True
-    return found
 
 
 def layer_figures(profile: Profile, part: Profile, begins: Array, devices: Sequence[Device]) -> Layers:
@@ -128,7 +107,7 @@ def layer_figures(profile: Profile, part: Profile, begins: Array, devices: Seque
         "sends": sends[:, begins], "returns": returns[:, begins],
     }  # fmt: skip
     is_forward = np.arange(len(graph.ops)) < graph.backward_begin
-    masks = {"forward": is_forward, "backward": ~is_forward, "weight": weight_ops(graph)}
+    masks = {"forward": is_forward, "backward": ~is_forward}
     for speed, device in {device.speed: device for device in devices}.items():
         each = op_seconds(part, device)
         for name, mask in masks.items():
@@ -160,15 +139,8 @@ def between(few: Layers, many: Layers, part: float) -> Layers:
 
 
 @lru_cache(maxsize=256)
-def _order(
-    schedule: str, devices: int, microbatches: int, per_device: int, training: bool, one_process: bool
-) -> tuple[Order, tuple[int, ...]]:
-    """The actions of a schedule, and how many micro-batches every stage keeps at one time."""
-    order = make_order(
-        schedule, devices, microbatches, stages_per_device=per_device, training=training, one_process=one_process
-    )
-    flying = in_flight(order) if training else {}
-    return order, tuple(flying.get(stage, 0) for stage in range(devices * per_device))
+def _order(devices: int, microbatches: int, training: bool) -> Order:
+    return make_order("gpipe", devices, microbatches, training=training, one_process=True)
 
 
 class StageCuts:
@@ -179,20 +151,15 @@ class StageCuts:
     """
 
     def __init__(
-        self, layers: Layers, way: Way, cluster: Cluster, figure: str, *, training: bool, one_process: bool,
-        room: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, layers: Layers, way: Way, cluster: Cluster, figure: str, *, training: bool, room: float = 1.0
+    ) -> None:
         self.layers, self.way, self.cluster, self.figure = layers, way, cluster, figure
-        self.training, self.one_process = training, one_process
-        shape = len(way.devices), way.microbatches, way.per_device
-        self.order, self.keep = _order(way.schedule, *shape, training, one_process)
-        self.capacity = [max(room * device.budget_bytes, 1e-9) / way.per_device for device in way.devices]
+        self.training, self.keep = training, way.microbatches * training
+        self.order = _order(len(way.devices), way.microbatches, training)
+        self.capacity = [max(room * device.budget_bytes, 1e-9) for device in way.devices]
         self.sums = {name: np.concatenate([np.zeros((*row.shape[:-1], 1)), np.cumsum(row, axis=-1)], axis=-1)
                      for name, row in layers.items()}  # fmt: skip
         self._spans: dict[str, Array] = {}
-
-    def _device(self, stage: int) -> Device:
-        return self.way.devices[stage % len(self.way.devices)]
 
     def _span(self, name: Any) -> Array:
         """[n + 1, n + 1] the sum of a figure from one cut to another."""
@@ -207,30 +174,22 @@ class StageCuts:
         most = np.maximum.accumulate(np.where(later, row[None, :], 0.0), axis=1)
         return np.concatenate([np.zeros((len(row) + 1, 1)), most], axis=1)
 
-    def _bytes(self, keep: int) -> tuple[Array, Array]:
+    def _bytes(self) -> tuple[Array, Array]:
         """[n + 1, n + 1] bytes of a stage, as it is and with recomputing."""
-        key = f"bytes {keep}"
-        if key not in self._spans:
+        if "bytes" not in self._spans:
             came = np.where(np.arange(len(self.sums["static"])) > 0, self.layers["sends"][1], 0.0)[:, None]
             fixed = self._span("static") + self.way.microbatches * self._span("lasting") + self._most("transient")
             kept = self._span("kept") + came
-            plain = fixed + keep * kept + came * (not self.training)
-            again = fixed + keep * came + self._span("kept")
-            if self.one_process:  # modules one by one, each from what came in
-                inner = np.concatenate([[0.0], np.cumsum(self.layers["sends"][1][:-1])])
-                again = fixed + keep * (came + inner[None, :] - inner[:, None]) + self._most("kept")
-            self._spans[key], self._spans[f"again {keep}"] = plain, again
-        return self._spans[key], self._spans[f"again {keep}"]
-
-    @property
-    def _may_recompute(self) -> bool:
-        return self.training and self.way.schedule != "zero-bubble"
+            plain = fixed + self.keep * kept + came * (not self.training)
+            # modules one by one, each from what came in
+            inner = np.concatenate([[0.0], np.cumsum(self.layers["sends"][1][:-1])])
+            again = fixed + self.keep * (came + inner[None, :] - inner[:, None]) + self._most("kept")
+            self._spans["bytes"], self._spans["again"] = plain, again
+        return self._spans["bytes"], self._spans["again"]
 
     def _over(self, what: str, stage: int) -> Array:
         """[n + 1] seconds of tensors over the link between a stage and the one before, for a cut anywhere."""
-        here, before = self._device(stage), self._device(stage - 1)
-        if here.name == before.name:
-            return np.zeros(len(self.sums["static"]))
+        here, before = self.way.devices[stage], self.way.devices[stage - 1]
         ends = (before.name, here.name) if what == "sends" else (here.name, before.name)
         link = self.cluster.link(*ends)
         count, nbytes = self.layers[what]
@@ -241,9 +200,9 @@ class StageCuts:
 
         The pace of a stage is that of its device, or of the link into it, whichever is slower.
         """
-        plain, again = self._bytes(self.keep[stage])
-        again = again if self._may_recompute else plain
-        room, speed, size = self.capacity[stage % len(self.way.devices)], self._device(stage).speed, len(plain)
+        plain, again = self._bytes()
+        again = again if self.training else plain
+        room, speed, size = self.capacity[stage], self.way.devices[stage].speed, len(plain)
         exists = np.arange(size)[:, None] < np.arange(size)[None, :]
         if self.figure == "load":
             load = np.where(exists, np.minimum(plain, again) / room, np.inf)
@@ -262,13 +221,13 @@ class StageCuts:
 
     def cuttings(self) -> list[Cutting]:
         """The partitions that come out of the dynamic programme and fit; their value by a formula."""
-        size, inner = len(self.layers["static"]), self.way.stages - 1
+        size, inner = len(self.layers["static"]), len(self.way.devices) - 1
         if inner >= size:
             return []
         if comb(size - 1, inner) <= _ALL:
             every = [self._cutting((0, *cuts, size)) for cuts in combinations(range(1, size), inner)]
             return [one for one in every if one.load <= 1]
-        tables, ways = zip(*(self._tables(stage) for stage in range(self.way.stages)), strict=True)
+        tables, ways = zip(*(self._tables(stage) for stage in range(inner + 1)), strict=True)
         least = _solve(tables, np.maximum)
         if least is None:
             return []
@@ -281,13 +240,10 @@ class StageCuts:
         return [self._cutting(cuts) for cuts in found]
 
     def _cutting(self, cuts: tuple[int, ...]) -> Cutting:
-        both = [tuple(table[ends] for table in self._bytes(keep))
-                for keep, ends in zip(self.keep, pairwise(cuts), strict=True)]  # fmt: skip
-        rooms = [self.capacity[stage % len(self.way.devices)] for stage in range(self.way.stages)]
-        again = [self._may_recompute and bool(plain > room or (self.figure == "load" and plain > less * 1.002))
+        both = [tuple(table[ends] for table in self._bytes()) for ends in pairwise(cuts)]
+        rooms = self.capacity
+        again = [self.training and bool(plain > room or (self.figure == "load" and plain > less * 1.002))
                  for (plain, less), room in zip(both, rooms, strict=True)]  # fmt: skip
-        if self.one_process is False and self.way.per_device > 1 and any(again):
-            again = [True] * len(again)
         load = max(pair[yes] / room for pair, yes, room in zip(both, again, rooms, strict=True))
         made = Cutting(way=self.way, cuts=cuts, recompute=tuple(again), value=0.0, load=float(load))
         return Cutting(way=self.way, cuts=cuts, recompute=made.recompute, load=made.load, value=self._value(made))
@@ -296,46 +252,38 @@ class StageCuts:
         """Seconds of every stage and of the copies from each to the next."""
 
         def seconds(name: str) -> list[float]:
-            return [float(self._span((name, self._device(stage).speed))[ends])
-                    for stage, ends in enumerate(pairwise(one.cuts))]  # fmt: skip
+            return [float(self._span((name, device.speed))[ends])
+                    for device, ends in zip(self.way.devices, pairwise(one.cuts), strict=True)]  # fmt: skip
 
-        forward, backward, weight = map(seconds, ("forward", "backward", "weight"))
+        forward, backward = map(seconds, ("forward", "backward"))
         backward = [b + f * again for f, b, again in zip(forward, backward, one.recompute, strict=True)]
         sends, returns = ([float(self._over(what, stage)[cut]) for stage, cut in enumerate(one.cuts[1:-1], 1)]
                           for what in ("sends", "returns"))  # fmt: skip
-        return Times(forward=forward, backward=backward, weight=[backward[0], *weight[1:]], sends=sends,
-                     returns=returns)  # fmt: skip
+        return Times(forward=forward, backward=backward, sends=sends, returns=returns)
 
     def _after(self, one: Cutting) -> list[float]:
-        own = [float(self._span(("after", self._device(stage).speed))[ends])
-               for stage, ends in enumerate(pairwise(one.cuts))]  # fmt: skip
-        return [sum(own[at :: len(self.way.devices)]) for at in range(len(self.way.devices))]
+        return [float(self._span(("after", device.speed))[ends])
+                for device, ends in zip(self.way.devices, pairwise(one.cuts), strict=True)]  # fmt: skip
 
     def _launched(self) -> float:
-        """Seconds in which one thread launches all ops; 0 for a process per device."""
+        """Seconds in which one thread launches all ops."""
         least = min(float(self.layers["launch", device.speed][0]) for device in self.way.devices)
-        return self.way.microbatches * least * self.one_process
+        return self.way.microbatches * least
 
     def _value(self, one: Cutting) -> float:
         """About what is minimised: what the slowest device does, and the way of one micro-batch past the others."""
         if self.figure == "load":
             return one.load
-        times, m, p = self.times(one), self.way.microbatches, len(self.way.devices)
-        each = [f + b for f, b in zip(times.forward, times.backward, strict=True)]
+        times, m = self.times(one), self.way.microbatches
         if self.figure == "busiest":
             own = [f + (times.sends[stage - 1] if stage else 0.0) for stage, f in enumerate(times.forward)]
-            return max(m * max(sum(own[at::p]) for at in range(p)), self._launched())
+            return max(m * max(own), self._launched())
 
         def through(seconds: Sequence[float], links: Sequence[float]) -> float:
-            slowest = max(*(sum(seconds[at::p]) for at in range(p)), *links, 0.0)
-            return m * slowest + max((sum(seconds) + sum(links)) / self.way.per_device - slowest, 0.0)
+            slowest = max(*seconds, *links, 0.0)
+            return m * slowest + max(sum(seconds) + sum(links) - slowest, 0.0)
 
-        if self.way.schedule == "gpipe":
-            found = through(times.forward, times.sends) + through(times.backward, times.returns)
-        else:
-            found = through(each, [*times.sends, *times.returns])
-            if self.way.schedule == "zero-bubble":
-                found += max(times.weight) - sum(times.weight)
+        found = through(times.forward, times.sends) + through(times.backward, times.returns)
         return max(found + max(self._after(one)), self._launched())
 
     def simulated(self, one: Cutting) -> float:

@@ -10,7 +10,7 @@ from autoshard.cluster.files import cluster_from_dict, cluster_to_dict
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 from autoshard.cluster.links import ASSUMED_NIC_BYTES_PER_SECOND
 from autoshard.cluster.parse import cluster_of, parse_devices
-from autoshard.cluster.topology import topology_of, unequal_reason
+from autoshard.cluster.topology import topology_of, unequal_reason, uneven_reason
 from autoshard.errors import SpecError
 
 GBIT = 1e9 / 8
@@ -98,11 +98,19 @@ def test_links_that_are_known_scale_the_topology():
     [
         ("1xH100-80GB,1xA100-80GB", "unequal"),
         ("2x24GiB,1x12GiB", "cuda:2 has less memory than cuda:0"),
-        ("20xH100-80GB", "host2 has 6 devices and host0 has 7"),
     ],
 )
-def test_unequal_clusters_have_no_topology(spec, says):
-    assert topology_of(parse_devices(spec)) is None and says in unequal_reason(parse_devices(spec))
+def test_unequal_devices_have_the_slowest_links(spec, says):
+    cluster = parse_devices(spec)
+    assert says in unequal_reason(cluster)
+    each = [topology_of(parse_devices(f"2x{device.kind}")) for device in cluster.devices if device.kind != "generic"]
+    slowest = min((one.local_bytes_per_second for one in each), default=0.0)
+    assert topology_of(cluster).local_bytes_per_second in (slowest, *[0.5 * 32e9] * (not each))
+
+
+def test_hosts_of_unequally_many_devices_have_no_topology():
+    cluster = parse_devices("20xH100-80GB")
+    assert topology_of(cluster) is None and "host2 has 6 devices and host0 has 7" in uneven_reason(cluster)
 
 
 def test_memory_and_disk_are_no_ranks():

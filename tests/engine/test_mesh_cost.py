@@ -89,11 +89,14 @@ def test_what_cannot_be_priced_is_refused(profiles):
         estimate_mesh(replace(plan, num_microbatches=17), profiles["training"], cluster)
 
 
-def test_an_old_plan_over_a_mesh_is_priced_as_one_for_processes():
-    """Hybrid plans of earlier versions have no launch."""
+@pytest.mark.parametrize(
+    ("mesh", "schedule"), [(Mesh(dp=2, pp=2), "1f1b"), (Mesh(pp=4), "zero-bubble"), (Mesh(fsdp=4), "none")]
+)
+def test_an_old_plan_of_processes_is_priced_as_a_new_one(mesh, schedule):
+    """Plans of earlier versions have no launch."""
     cluster = parse_devices("4xA100-40GB")
     profile = profile_of("training")
-    plan = plan_on(cluster, profile, Mesh(dp=2, pp=2), microbatches=2, schedule="1f1b")
+    plan = plan_on(cluster, profile, mesh, microbatches=1 if mesh.pp == 1 else 4, schedule=schedule)
     found = autoshard.estimate(plan, profile, cluster)
     assert found.tokens_per_second > 0 and len(found.ranks) >= 1
 

@@ -1,4 +1,4 @@
-"""What a pipeline costs: seconds by the clock, bytes by schedule, and both against what runs."""
+"""What a pipeline in one process costs: bytes by schedule, against what runs."""
 
 import pytest
 
@@ -16,26 +16,12 @@ def inference():
     return profile_of(Decoder().eval())
 
 
-@pytest.fixture(scope="module")
-def training():
-    return profile_of(Decoder(), training=True)
-
-
-def priced(profile, spec="2xA100-40GB", groups=None, *, processes=True, **options):
+def priced(profile, spec="2xA100-40GB", groups=None, **options):
     plan = plan_by_hand(profile, spec, groups or halves(), **options)
-    return estimate_stages(plan, profile, parse_devices(spec), processes=processes)
+    return estimate_stages(plan, profile, parse_devices(spec))
 
 
-def test_a_tied_matrix_is_held_by_both_stages_under_processes_and_lent_in_one():
-    profile = profile_of(Decoder(tied=True), training=True)
-    apart, together = priced(profile), priced(profile, processes=False)
-    table = 100 * 64 * 4
-    assert apart.all_reduces == 1 and together.all_reduces == 0
-    assert apart.devices[1].optimizer_bytes == together.devices[1].optimizer_bytes + 2 * table
-    assert any(event.kind == "all-reduce" for event in apart.pipelining.events)
-
-
-def test_more_micro_batches_than_rows_and_a_cut_through_a_write_are_refused(inference):
+def test_more_micro_batches_than_rows_are_refused(inference):
     with pytest.raises(PlanError, match="a batch of 8 can't be divided into 9"):
         priced(inference, microbatches=9)
     plan = plan_by_hand(inference, "2xA100-40GB", halves(), batch=None)

@@ -56,7 +56,7 @@ def samples():
 
 
 def devices_of(count):
-    return {f"cpu:{index}": "8GiB" for index in range(count)}
+    return {f"cpu:{index}": "1GiB" for index in range(count)}
 
 
 def plan_for(mesh, devices, model_dtype=torch.float32, **wishes):

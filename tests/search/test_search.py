@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from math import prod
+from unittest import mock
 
 import pytest
 import torch
@@ -163,3 +164,41 @@ def test_of_unequal_devices_the_fastest_share_the_model():
     assert "cuda:4 and 1 more (A100-SXM-40) are not used" in found.plan.reasons[0]
     assert choose(*given, parse_devices("1xH100-80GB,2xA100-40GB"), **asked) is None
     assert choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), **asked) is None
+
+
+def running(model, inputs, devices=("cpu:0", "cpu:1"), **asked):
+    """What is planned where a process runs for each device."""
+    with mock.patch("autoshard.search.choose.count_processes", lambda: len(devices)):
+        return autoshard.plan(model, dict.fromkeys(devices, "64MiB"), inputs=inputs, **asked)
+
+
+@pytest.mark.parametrize(("strategy", "degree"), [("data-parallel", "data"), ("pipeline", "pp"), ("auto", "size")])
+def test_processes_that_run_are_planned_as_a_mesh(strategy, degree):
+    ids = torch.zeros(6, 16, dtype=torch.long)
+    workload = autoshard.Workload(batch_size=6, mode="training")
+    three = [f"cpu:{index}" for index in range(3)]
+    plan = running(Decoder(64, 3, 4), {"ids": ids, "labels": ids}, three, strategy=strategy, workload=workload)
+    assert plan.launch == "processes" and getattr(plan.mesh, degree) == 3 and len(plan.devices) == 3
+
+
+def test_processes_that_run_place_a_model_that_no_mesh_divides():
+    class Mixed(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x - x.mean(0, keepdim=True))
+
+    model, workload = Mixed(nn.Linear(5, 7), nn.Linear(7, 3)), autoshard.Workload(batch_size=6)
+    assert not running(model, torch.ones(6, 5), workload=workload).launch
+    with pytest.raises(PlanError, match="2 stages need as many layers"):
+        running(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), torch.ones(6, 5), strategy="pipeline")
+
+
+def test_ranks_on_unequal_devices_have_the_part_of_the_weakest():
+    """Whichever comes first, as on two of the slower kind with the memory of the smaller one."""
+    ids = torch.zeros(8, 64, dtype=torch.long)
+    asked = {"launch": "processes", "workload": autoshard.Workload(batch_size=8, mode="training")}
+    model, inputs = Decoder(256, 4), {"ids": ids, "labels": ids}
+    plans = [autoshard.plan(model, spec, inputs=inputs, **asked) for spec in ("1xT4,1xH100-80GB", "1xH100-80GB,1xT4")]
+    for plan in plans:
+        assert plan.mesh.size == 2 and any("each is planned with the least speed" in why for why in plan.reasons)
+    equal = autoshard.plan(model, "2xT4", inputs=inputs, **asked)
+    assert {plan.mesh for plan in plans} == {equal.mesh}

@@ -13,11 +13,10 @@ from autoshard.engine.estimate import Estimate
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.pricer import price
 from autoshard.engine.replicas import estimate_replicas
-from autoshard.errors import AutoshardError, SpecError
+from autoshard.errors import AutoshardError
 from autoshard.flow import flow
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.profile.units import find_units, tensor_units
-from autoshard.schedules.orders import check_schedule
 from autoshard.search.request import Request
 from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse
@@ -35,15 +34,15 @@ def least_of_all(request: Request) -> dict[str, float]:
 
 
 def every_plan(request: Request) -> Iterator[tuple[str, Plan, Estimate]]:
-    """All plans that can be carried out as the model is run, priced."""
-    profile, cluster, processes = request.profile, request.limited, request.processes
+    """All plans that one process can carry out, priced."""
+    profile, cluster = request.profile, request.limited
     for plan in placements(request):
         yield "placement", plan, price(plan, profile, cluster)
     for plan in replicas(request):
-        yield "data-parallel", plan, estimate_replicas(plan, profile, cluster, processes=processes > 0)
+        yield "data-parallel", plan, estimate_replicas(plan, profile, cluster)
     for plan in pipelines(request):
         try:
-            yield "pipeline", plan, estimate_stages(plan, profile, cluster, processes=processes > 0)
+            yield "pipeline", plan, estimate_stages(plan, profile, cluster)
         except AutoshardError:  # stages that can't be cut there
             continue
 
@@ -90,10 +89,9 @@ def placements(request: Request) -> Iterator[Plan]:
 
 
 def replicas(request: Request) -> Iterator[Plan]:
-    """Every set of devices and every share of rows; with processes all devices."""
+    """Every set of devices and every share of rows."""
     size, devices = request.batch.size, request.limited.devices
-    counts = [len(devices)] if request.processes else range(1, len(devices) + 1)
-    for count in counts:
+    for count in range(1, len(devices) + 1):
         for used in combinations(devices, count):
             common = {"devices": tuple(map(plan_device, used)), "placements": {"": used[0].name}}
             for shares in compositions(size, count):
@@ -103,35 +101,17 @@ def replicas(request: Request) -> Iterator[Plan]:
 
 
 def pipelines(request: Request) -> Iterator[Plan]:
-    """Stages of units, orders of devices, micro-batches, schedules, and which stages compute again."""
-    training, size, processes = request.profile.workload.training, request.batch.size, request.processes
+    """Stages of units, orders of devices, micro-batches, and which stages compute again."""
+    training, size = request.profile.workload.training, request.batch.size
     units, devices = len(find_units(request.profile).paths), request.limited.devices
-    names = ["gpipe", "1f1b", "interleaved", "zero-bubble"] if training and processes else ["gpipe"]
-    for count in [processes] if processes else range(2, len(devices) + 1):
-        for schedule, m in product(names, range(1, size + 1)):
-            if processes and size % m:
-                continue
-            for per_device in (2,) if schedule == "interleaved" else (1,):
-                try:
-                    check_schedule(schedule, count, m, stages_per_device=per_device, training=training)
-                except SpecError:
-                    continue
-                yield from _staged(request, count, per_device, schedule, m, units)
-
-
-def _staged(request: Request, count: int, per_device: int, schedule: str, m: int, units: int) -> Iterator[Plan]:
-    stages, training = count * per_device, request.profile.workload.training
-    if stages > units:
-        return
-    may = training and schedule != "zero-bubble"
-    ways = list(product((False, True), repeat=stages)) if may and per_device == 1 else [(False,) * stages]
-    ways += [(True,) * stages] if may and per_device > 1 else []
-    for used, runs, again in product(orders(request.limited, count), partitions(units, stages), ways):
-        placed = paths_of(request, {u: str(stage) for stage, run in enumerate(runs) for u in range(*run)})
-        own = [tuple(path for path, stage in placed.items() if stage == str(i)) for i in range(stages)]
-        yield bare(
-            request, "pipeline", devices=tuple(map(plan_device, used)),
-            placements={path: used[i % count].name for i, paths in enumerate(own) for path in paths},
-            num_microbatches=m, schedule=schedule, mesh=Mesh(pp=count), batch=request.batch,
-            stages=tuple(Stage(paths=paths, recompute=yes) for paths, yes in zip(own, again, strict=True)),
-        )  # fmt: skip
+    for count, m in product(range(2, len(devices) + 1), range(1, size + 1)):
+        ways = list(product((False, True), repeat=count)) if training else [(False,) * count]
+        for used, runs, again in product(orders(request.limited, count), partitions(units, count), ways):
+            placed = paths_of(request, {u: str(stage) for stage, run in enumerate(runs) for u in range(*run)})
+            own = [tuple(path for path, stage in placed.items() if stage == str(i)) for i in range(count)]
+            yield bare(
+                request, "pipeline", devices=tuple(map(plan_device, used)),
+                placements={path: used[i].name for i, paths in enumerate(own) for path in paths},
+                num_microbatches=m, schedule="gpipe", mesh=Mesh(pp=count), batch=request.batch,
+                stages=tuple(Stage(paths=paths, recompute=yes) for paths, yes in zip(own, again, strict=True)),
+            )  # fmt: skip

@@ -31,13 +31,13 @@ class Mixed(nn.Module):
         return self.two(x - x.mean(0, keepdim=True))
 
 
-def request(model=None, *, devices="4xA100-40GB", mode="inference", objective="latency", processes=0, assumed=False):
+def request(model=None, *, devices="4xA100-40GB", mode="inference", objective="latency", assumed=False):
     model = model or Net()
     workload = Workload(batch_size=None if assumed else BATCH, mode=mode, assumed=assumed)
     inputs = INPUTS if isinstance(model, Net) else torch.randn(BATCH, 64)
     profile = autoshard.profile(model, inputs, workload=workload)
     return Request(model=model, inputs=inputs, profile=profile, cluster=parse_devices(devices), objective=objective,
-                   processes=processes)  # fmt: skip
+                   processes=0)  # fmt: skip
 
 
 @pytest.mark.parametrize(("mode", "objective"), list(itertools.product(["inference", "training"], OBJECTIVES)))
@@ -89,7 +89,7 @@ def test_a_batch_that_mixes_drops_what_divides_it_with_the_reason():
 
 def test_a_workload_nobody_stated_is_placed():
     asked = request(assumed=True)
-    plan = plan_measured(asked.model, asked.inputs, asked.profile, asked.cluster, processes=0)
+    plan = plan_measured(asked.model, asked.inputs, asked.profile, asked.cluster)
     assert plan.mesh is None and not plan.cuts
     assert [row.name for row in candidates_of(asked)] == ["placement", "column-parallel"]
 
@@ -110,4 +110,4 @@ def test_nothing_fits_says_what_would():
     asked = request(devices="2x2GiB")
     small = {d.name: d.overhead_bytes + 100_000 for d in asked.cluster.devices}
     with pytest.raises(PlanError, match="It was checked that it fits"):
-        plan_measured(asked.model, asked.inputs, asked.profile, asked.cluster.with_memory(small), processes=0)
+        plan_measured(asked.model, asked.inputs, asked.profile, asked.cluster.with_memory(small))

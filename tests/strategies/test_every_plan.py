@@ -1,4 +1,4 @@
-"""`auto` against every plan of small requests: placements, shares of the batch, stages, micro-batches, schedules.
+"""`auto` in one process against every plan of small requests: placements, shares of the batch, stages, micro-batches.
 
 Cuts and meshes are held against exhaustive search where they are chosen (test_column_parallel, test_mesh).
 """
@@ -70,7 +70,7 @@ def cluster_of(rng: np.random.Generator, count: int, need: int) -> Cluster:
     return Cluster(devices=tuple(devices), links=links)
 
 
-def request_of(seed: int, count: int, processes: int = 0) -> Request:
+def request_of(seed: int, count: int) -> Request:
     rng = np.random.default_rng(seed)
     number, mode = int(rng.integers(len(WIDTHS))), str(rng.choice(["inference", "training"]))
     profile = measured(number, mode)
@@ -81,7 +81,7 @@ def request_of(seed: int, count: int, processes: int = 0) -> Request:
     asked = Request(
         model=nn.Identity(), inputs=torch.zeros(ROWS, 1), profile=profile,
         cluster=cluster_of(rng, count, profile.peak_bytes),
-        objective=str(rng.choice(["latency", "throughput", "memory"])), processes=processes,
+        objective=str(rng.choice(["latency", "throughput", "memory"])),
     )  # fmt: skip
     asked.__dict__.update(batch=batch)
     return asked
@@ -93,9 +93,9 @@ def compare_all(asked: Request) -> Comparison:
     return compare(every, asked.profile, asked.limited, asked.objective, price=asked.price)
 
 
-def gap(seed: int, count: int, processes: int = 0) -> float:
+def gap(seed: int, count: int) -> float:
     """What `auto` takes, as a multiple of the least of all plans; checks the bound on the way."""
-    asked = request_of(seed, count, processes)
+    asked = request_of(seed, count)
     least = least_of_all(asked)
     wanted = min(least.values())
     try:
@@ -107,28 +107,19 @@ def gap(seed: int, count: int, processes: int = 0) -> float:
     return found.chosen.value / wanted
 
 
-def check(seed: int, count: int, processes: int) -> None:
-    assert 1 - 1e-9 <= gap(seed, count, processes) <= AS_GOOD, seed
+def check(seed: int, count: int) -> None:
+    assert 1 - 1e-9 <= gap(seed, count) <= AS_GOOD, seed
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_auto_equals_every_plan_in_one_process(seed):
-    check(seed, 2, 0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_auto_equals_every_plan_of_processes(seed):
-    check(seed, 2, 2)
-
-
-@pytest.mark.parametrize("seed", [186, 234])
-def test_auto_equals_every_plan_where_the_emptiest_placement_is_wanted_in_training(seed):
-    check(seed, 2, 2)
+@pytest.mark.parametrize("seed", [*range(8), 186, 234])
+def test_auto_equals_every_plan(seed):
+    """In 186 and 234 the emptiest placement is wanted in training."""
+    check(seed, 2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(8, 508, 20))
 def test_auto_equals_every_plan_of_many_requests(start):
-    """500: two devices in one process, two processes, and every tenth three devices in one process."""
-    gaps = [gap(seed, *((3, 0) if seed % 10 == 0 else (2, 2 * (seed % 3 == 0)))) for seed in range(start, start + 20)]
+    """500: two devices, and every tenth time three."""
+    gaps = [gap(seed, 3 if seed % 10 == 0 else 2) for seed in range(start, start + 20)]
     assert min(gaps) >= 1 - 1e-9 and sum(one > AS_GOOD for one in gaps) <= 2, gaps
