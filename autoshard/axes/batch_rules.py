@@ -74,6 +74,17 @@ def _recurrent(walk: Context, x: Seen, state: Any, parameters: Any, biases: bool
     return [rows, *[(None, x.axes[batch], None)] * 2]
 
 
+def _cell(walk: Context, x: Seen, state: Any, *parameters: Any) -> list[Sequence[Axis | None]] | None:
+    """One step: (batch, numbers), and states alike."""
+    if len(x.shape) != 2:
+        return None
+    states = state if isinstance(state, (list, tuple)) else [state]
+    for given in states:
+        walk.unify(x.axes[0], given.axes[0])
+    walk.block([given.axes[1] for given in (x, *states)], "it is multiplied by a matrix")
+    return [(x.axes[0], None)] * len(walk.shapes)
+
+
 def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: int = 1, *args: Any,
           **kwargs: Any) -> list[Axes] | None:  # fmt: skip
     """One loss per target; classes are dimension 1, or the only one."""
@@ -91,6 +102,7 @@ TABLE: Mapping[Any, Rule] = {
     **{getattr(aten, name): _same if name.endswith("_") else _filled for name in FILLED},
     **{getattr(aten, name): _index_put for name in ("index_put", "index_put_", "_index_put_impl_")},
     **{getattr(aten, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    **{getattr(aten, name): _cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
     **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
     aten.scaled_dot_product_attention: _attention,
     aten.diagonal: _diagonal,

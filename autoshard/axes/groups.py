@@ -169,8 +169,9 @@ def _groups_of(
     own = {tensor.value for tensor in named if is_below(tensor.name, region.path)}
     tensors = [tensor for tensor in named if tensor.value not in own or is_below(tensor.name, region.path)]
     for tensor in tensors:
-        if tensor.value in shared or tensor.value not in own:
-            walk.why = f"{tensor.name} is used in several places"
+        handed_out = tensor.value in graph.outputs
+        if tensor.value in shared or tensor.value not in own or handed_out:
+            walk.why = f"{tensor.name} is {'an output of the model' if handed_out else 'used in several places'}"
             walk.block(walk.axes[tensor.value])
     walk.resolve_all()
     places = Places(lookup, region, walk, shared)

@@ -230,7 +230,8 @@ def _signature(
         if value not in numbers:
             seen = graph.values[value]
             own = [relative(name, path) for name in names.get(value, ()) if is_below(name, path)]
-            numbers[value] = own[-1] if own else (len(numbers), seen.shape, seen.dtype, seen.op in inside)
+            named = (own[-1], value in graph.outputs) if own else ()
+            numbers[value] = named or (len(numbers), seen.shape, seen.dtype, seen.op in inside)
         return numbers[value]
 
     for index in indices:

@@ -366,6 +366,7 @@ class Axis:
     others: "dict[int, Axis]" = field(default_factory=dict)
 
     @classmethod
+    @torch.inference_mode(False)  # the next forward may be one that trains
     def of(cls, ranks: Ranks, axis: str, shares: tuple[int, ...]) -> "Axis":
         """Prepare an axis for these ranks."""
         where = layout(axis, shares)
@@ -440,5 +441,6 @@ class Axis:
 
     def _follow(self, tensor: torch.Tensor) -> None:
         if self.index.device != tensor.device:
-            self.index, self.owned = self.index.to(tensor.device), self.owned.to(tensor.device)
-            self.order = self.order.to(tensor.device)
+            with torch.inference_mode(False):  # the next forward may be one that trains
+                self.index, self.owned = self.index.to(tensor.device), self.owned.to(tensor.device)
+                self.order = self.order.to(tensor.device)

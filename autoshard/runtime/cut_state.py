@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.common.module_paths import join
 from autoshard.errors import RankError
 from autoshard.plan.sharding import Cut
 from autoshard.runtime.agreement import RankState, agree
@@ -14,7 +15,7 @@ from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
-from autoshard.runtime.sharded import whole_of
+from autoshard.runtime.sharded import is_sharded, whole_of
 from autoshard.runtime.slices import CutTensor, merge, part_of
 
 
@@ -74,18 +75,25 @@ def _meet(ranks: Ranks) -> None:
 
 
 class WholeState:
-    """Hooks of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading takes them.
+    """Hooks of a module of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading
+    takes them.
 
+    Every module has them, as code saves an encoder alone; those inside have done their part when one around them does.
     With `keep_vars=True` it has the parameters themselves, which are parts; nobody else is asked then.
     """
 
-    def __init__(self, record: CutRecord) -> None:
-        self.record = record
+    def __init__(self, record: CutRecord, path: str) -> None:
+        self.record, self.path, self.keep = record, path, False
+
+    def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        """Hook before a state dict is made: who is called by itself meets the other ranks."""
+        self.keep = keep_vars
+        if not keep_vars and (not self.path or not prefix):
+            _meet(self.record.ranks)
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        if any(isinstance(value, nn.Parameter) for value in state.values()):
+        if self.keep:
             return
-        _meet(self.record.ranks)
         tensors = named_tensors(module)
         made: dict[int, torch.Tensor] = {}  # tied names share one tensor, as ever
         for name, value in state.items():
@@ -93,8 +101,14 @@ class WholeState:
                 own = name.removeprefix(prefix)
                 key = id(tensors.get(own, value))
                 if key not in made:
-                    made[key] = whole_tensor(value, own, self.record)
+                    made[key] = self._whole(value, join(self.path, own))
                 state[name] = made[key]
+
+    def _whole(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        plain = not isinstance(value, RankTensor) and not is_sharded(value)
+        if plain and tuple(value.shape) == whole_shape(value, name, self.record):
+            return value
+        return whole_tensor(value, name, self.record)
 
     def divide(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Take this rank's part of what is about to be loaded, where it is whole."""
@@ -104,5 +118,6 @@ class WholeState:
             mine = own.get(name) if key.startswith(prefix) else None
             if mine is None or not isinstance(value, torch.Tensor) or isinstance(value, RankTensor):
                 continue
+            name = join(self.path, name)
             if tuple(value.shape) == whole_shape(mine, name, record):
                 state[key] = part_of(value, record.tensors.get(name), record.ranks, None)

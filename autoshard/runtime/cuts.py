@@ -266,9 +266,11 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(Leave(), always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
-        whole = WholeState(ready.record)
-        handles.append(model.register_state_dict_post_hook(whole))
-        handles.append(model.register_load_state_dict_pre_hook(whole.divide))
+        for path, module in model.named_modules():
+            whole = WholeState(ready.record, path)
+            handles.append(module.register_state_dict_pre_hook(whole.begin))
+            handles.append(module.register_state_dict_post_hook(whole))
+            handles.append(module.register_load_state_dict_pre_hook(whole.divide))
     sum_gradients(model, ready.record.partial, ready.record.ranks)
     watch_norms(model, ready.record.tensors, ready.record.ranks)
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard import torch_private
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis
@@ -25,6 +24,7 @@ from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
 from autoshard.runtime.merging import merge
 from autoshard.runtime.moves import set_data
+from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.state import Division, Runtime
 
 OF_PARTS = "it runs in parts of its batch, of which each has its own"
@@ -65,7 +65,7 @@ class Divide:
         if torch.compiler.is_compiling():  # torch.compile of the whole model; of its parts it goes with this
             return forward(*args, **kwargs)
         local = self.runtime.local
-        whole = local.divides or torch_private.autograd_node() is not None
+        whole = local.divides or runs_again(module)
         parts = [] if whole else self.parts(module, args, kwargs)
         if len(parts) < 2:
             return forward(*args, **kwargs)

@@ -69,12 +69,12 @@ def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torc
         revert(log)
         if not isinstance(error, Exception):
             raise
-        target, reason = devices.get(moving), first_line(error)
+        target, reason = devices.get(moving), first_line(error).rstrip(".") + "."
         raise ApplyError(
             f"could not move {moving} to {target}: {reason} Nothing was moved. "
             f"Place less on {target}, or free memory there."
             if isinstance(error, torch.OutOfMemoryError)
-            else f"could not move {moving} to {target}: {reason}. Nothing was moved."
+            else f"could not move {moving} to {target}: {reason} Nothing was moved."
         ) from error
     return partial(revert, log)
 
@@ -98,7 +98,9 @@ def replace_all(
                 f"{name} was written by a forward whose graph is still there, so it can't be exchanged. Run the "
                 "backward of that forward, or call detach_() on the buffer."
             )
-    with torch.no_grad():
+    # Values that are made in inference mode could never be trained.
+    in_inference = torch.is_inference_mode_enabled() and any(one.is_inference() for one in tensors.values())
+    with torch.inference_mode(in_inference), torch.no_grad():
         for names in memory_groups(tensors):
             group = list({id(tensors[name]): tensors[name] for name in names}.values())
             old = [tensor.detach() for tensor in group]
@@ -159,6 +161,8 @@ def _are_apart(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def geometry(tensor: torch.Tensor) -> tuple:
+    if tensor.layout is not torch.strided:
+        return (id(tensor),)
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 

@@ -329,7 +329,7 @@ def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
     for position, argument in enumerate(func._schema.arguments):
-        if argument.name in ("dropout_p", "dropout", "train", "training"):
+        if argument.name in ("p", "dropout_p", "dropout", "train", "training"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             if given is not None and not given:
                 return False

@@ -48,7 +48,9 @@ def rounding_of(tensor: torch.Tensor, coarsest: torch.dtype | None = None) -> fl
 
 def largest(tensor: torch.Tensor) -> float:
     """The largest absolute value of floating-point numbers; 0 of any others."""
-    return float(tensor.abs().max()) if tensor.is_floating_point() and tensor.numel() else 0.0
+    if not tensor.is_floating_point() or not tensor.numel():
+        return 0.0
+    return float((tensor.float() if tensor.element_size() == 1 else tensor).abs().max())  # float8 has no maximum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

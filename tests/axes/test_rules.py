@@ -62,6 +62,8 @@ LSTM, GRU = ([torch.randn(gates, size, dtype=torch.float64) for size in (2, 4)] 
         ),
         (".a.,1a.->.a.,1a.", lambda x, h: aten.gru(x, h, GRU, False, 1, 0.0, False, False, False),
          [(5, 3, 2), (1, 3, 4)]),
+        ("a.,a.,a.->a.,a.", lambda x, *state: aten.lstm_cell(x, state, *LSTM), [(3, 2), (3, 4), (3, 4)]),
+        ("a.,a.->a.", lambda x, h: aten.gru_cell(x, h, *GRU), [(3, 2), (3, 4)]),
     ],
 )  # fmt: skip
 def test_what_the_rules_for_the_batch_say_is_true(claim, function, shapes):

@@ -187,6 +187,16 @@ def test_what_can_not_be_followed_says_so():
     assert {row.reason for row in found.blocked} == {"gru_cell in the model itself: how it could be cut is not known"}
 
 
+class GivesWeight(Stack):
+    def forward(self, x):
+        return super().forward(x), self.blocks[1].all.weight
+
+
+def test_a_parameter_that_the_model_gives_is_whole():
+    _, found, _ = analysed(GivesWeight(Fused))
+    assert "blocks.1.all.weight is an output of the model" in {row.reason for row in found.blocked}
+
+
 def test_weights_that_are_scaled_from_outside_are_cut_all_the_same():
     expected, model = Rescaled(Grouped).eval(), Rescaled(Grouped).eval()
     model.load_state_dict(expected.state_dict())

@@ -44,6 +44,10 @@ def check_case(name, ranks, count=None, divide=even_shares):
     others = {name: value + 1 for name, value in before.items()}
     model.load_state_dict(others)
     assert_same_state(model.state_dict(), others)
+    for path, part in model.named_children():
+        own = {name.removeprefix(f"{path}."): one for name, one in before.items() if name.startswith(f"{path}.")}
+        part.load_state_dict(own)
+        assert_same_state(part.state_dict(), own)
     model.load_state_dict(before)
     check_outputs(model, original, case, count)
     check_training(model, original, case, count)

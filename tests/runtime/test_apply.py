@@ -318,6 +318,14 @@ def test_names_without_simulation_are_the_plain_cpu():
     remove(model)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_buffers(layout):
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.register_buffer("adjacency", torch.eye(3).to_sparse(layout=layout))
+    remove(apply_device_map(model, {"": "cpu"}))
+    assert model.adjacency.layout is layout
+
+
 @dataclasses.dataclass
 class Fields(collections.OrderedDict):
     """Fields that are items in the order in which they were given a value, as outputs of Transformers are."""

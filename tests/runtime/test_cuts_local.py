@@ -314,6 +314,13 @@ def test_a_bias_is_added_once_behind_the_sum():
     assert bias is not None and layer.bias is bias
 
 
+@pytest.mark.parametrize("name", ["fused", "even words"])
+def test_a_model_that_was_cut_in_inference_mode_is_trained_afterwards(name):
+    with torch.inference_mode():
+        model, _ = cut(name)
+    model(*CASES[name].inputs).sum().backward()
+
+
 def test_sums_have_the_dtype_of_their_layer():
     (model, _), made, inputs = cut("perceptron"), [], CASES["perceptron"].inputs
     model.blocks[0]["down"].register_forward_hook(lambda layer, args, result: made.append(result.dtype))

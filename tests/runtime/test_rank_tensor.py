@@ -116,6 +116,8 @@ def test_random_numbers_are_drawn_once():
     expected = torch.randn(3), torch.empty(3).uniform_(), torch.nn.functional.dropout(torch.ones(64))
     for found, wanted in zip((*made, after), (*expected, torch.rand(1)), strict=True):
         assert all(torch.equal(part, wanted) for part in found.parts)
+    with torch.inference_mode():  # dropout that drops nothing is no op of its own elsewhere
+        assert torch.dropout(ranked([1.0, 2], [3.0, 4]), 0.0, True).parts[1].tolist() == [3, 4]
 
 
 def test_simulated_tensors_meet_rank_tensors():
