@@ -23,7 +23,7 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import optimizer_step_bytes
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.schedules.orders import Order, PipeAction, in_flight, make_order
+from autoshard.schedules.orders import PipeAction, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
 
 KINDS = {"F": "forward", "B": "backward"}
@@ -31,7 +31,7 @@ KINDS = {"F": "forward", "B": "backward"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePass:
-    """A pipeline in numbers: its stages, the order of its actions, and what came of it by the clock.
+    """A pipeline in numbers: its stages, and what came of them by the clock.
 
     Attributes:
         names: the device of every stage.
@@ -40,7 +40,6 @@ class PipelinePass:
 
     figures: StagesCost
     names: tuple[str, ...]
-    order: Order
     simulated: Simulated
     done: tuple[float, ...]
     events: tuple[Event, ...]
@@ -59,7 +58,7 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
     names = tuple(device.name for device in plan.devices[: mesh.pp])
     part = part_of_batch(profile, batch, ceil(batch.size / count))
     figures = stage_figures(profile, part, plan.stages, [cluster.device(name) for name in names])
-    return _run_schedule(figures, names, cluster, plan.schedule, count, profile.workload)
+    return _run_stages(figures, names, cluster, count, profile.workload)
 
 
 def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
@@ -93,20 +92,18 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         notes=profile.graph.notes,
         pipelining=Pipelining(
             schedule=plan.schedule, num_microbatches=count,
-            stages=tuple(_stage_estimate(run, i) for i in range(len(stages))), bubble=run.simulated.bubble,
+            stages=tuple(_stage_estimate(run, i, count if workload.training else 1) for i in range(len(stages))),
+            bubble=run.simulated.bubble,
             events=tuple(sorted(events, key=lambda e: (e.begin_seconds, e.device, e.end_seconds))),
         ),
     )  # fmt: skip
 
 
-def _run_schedule(
-    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, schedule: str, microbatches: int, workload: Workload
+def _run_stages(
+    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, microbatches: int, workload: Workload
 ) -> PipelinePass:
-    """Put stages in the order of a schedule and run it by the clock. "none" is one forward after the other."""
-    order = make_order(
-        "gpipe" if schedule == "none" else schedule, len(names), microbatches, training=workload.training,
-        one_process=True,
-    )  # fmt: skip
+    """Run all forwards, then all backwards, by the clock."""
+    order = make_order("gpipe", len(names), microbatches, training=workload.training)
     times = Times(
         forward=[stage.forward_seconds for stage in figures.stages],
         backward=[stage.backward_seconds for stage in figures.stages],
@@ -116,7 +113,7 @@ def _run_schedule(
     simulated = simulate(order, times)
     done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(len(names))]
     return PipelinePass(
-        figures=figures, names=names, order=order, simulated=simulated, done=tuple(done),
+        figures=figures, names=names, simulated=simulated, done=tuple(done),
         events=tuple(_events(figures, names, simulated)),
     )  # fmt: skip
 
@@ -145,41 +142,31 @@ def _device_estimate(
 
 
 def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
-    """(gradients, activations) of a device when both together are largest, by walking through its actions.
+    """(gradients, activations) of a device when both together are largest.
 
-    Each micro-batch in flight keeps its saved activations; the running action adds the largest of its own. After the
-    last forward outputs of micro-batches become one tensor, beside them, through which one backward goes; at the end
-    gradients meet the optimizer step.
+    Each micro-batch keeps its saved activations; what runs adds the largest of its own. After the last forward outputs
+    of micro-batches become one tensor, beside them, through which one backward goes; at the end gradients meet the
+    optimizer step.
     """
-    one, row = run.figures.stages[position].nbytes, run.order[position]
-    gradients = there = 0  # `there`: kept between actions
-    peaks = [(0, 0)]
-    last = max((index for index, action in enumerate(row) if action.kind == "F"), default=-1)
-    merged = microbatches * one.outputs if microbatches > 1 else 0
-
-    for index, action in enumerate(row):
-        if action.kind == "F":
-            peaks.append((gradients, there + one.forward))
-            there += one.kept if workload.training else one.lasting
-        else:
-            back = microbatches - len([other for other in row[:index] if other.kind == "B"])
-            coming = one.returning * (back - 1) if one.leaving else 0
-            running = one.first_backward if back == microbatches else one.backward
-            peaks.append((gradients, there - one.kept + coming + running))
-            gradients = one.gradient
-            there -= one.kept - one.lasting
-        if index == last:
-            if merged:
-                peaks.append((gradients, there + merged))
-                there += merged - microbatches * one.unsaved
-            there += microbatches * one.arriving
-            peaks.append((gradients, there + microbatches * (one.returning if one.arriving else 0)))
-            there -= microbatches * one.leaving if workload.training else 0
-    if workload.training:
-        sizes = list(run.figures.stages[position].trained)
-        step = optimizer_step_bytes(sizes, workload.optimizer, not device.name.startswith("cpu"))
-        peaks.append((gradients, there + step))
-    return max(peaks, key=sum)
+    stage, training = run.figures.stages[position], workload.training
+    one = stage.nbytes
+    kept = one.kept if training else one.lasting  # of a micro-batch, after its forward
+    there, peaks = microbatches * kept, [(0, (microbatches - 1) * kept + one.forward)]
+    if microbatches > 1:
+        peaks.append((0, there + microbatches * one.outputs))
+        there += microbatches * (one.outputs - one.unsaved)
+    there += microbatches * one.arriving
+    peaks.append((0, there + microbatches * (one.returning if one.arriving else 0)))
+    if not training:
+        return max(peaks, key=sum)
+    there -= microbatches * one.leaving
+    for back in range(microbatches):
+        coming = one.returning * (microbatches - back - 1) if one.leaving else 0
+        running = one.backward if back else one.first_backward
+        peaks.append((one.gradient if back else 0, there - one.kept + coming + running))
+        there -= one.kept - one.lasting
+    step = optimizer_step_bytes(list(stage.trained), workload.optimizer, not device.name.startswith("cpu"))
+    return max([*peaks, (one.gradient, there + step)], key=sum)
 
 
 def _over(
@@ -221,14 +208,14 @@ def _sent_tensors(boundaries: Sequence[StageBoundary], action: PipeAction) -> tu
     return boundaries[action.stage].tensors if action.kind == "F" else boundaries[action.stage - 1].returned
 
 
-def _stage_estimate(run: PipelinePass, index: int) -> StageEstimate:
+def _stage_estimate(run: PipelinePass, index: int, in_flight: int) -> StageEstimate:
     stage = run.figures.stages[index]
     return StageEstimate(
         device=run.names[index],
         forward_seconds=stage.forward_seconds,
         backward_seconds=stage.backward_seconds,
         recompute=stage.recompute,
-        in_flight=in_flight(run.order)[index],
+        in_flight=in_flight,
         activation_bytes=stage.nbytes.kept,
     )
 

@@ -135,7 +135,7 @@ def needs_processes(plan: Plan, hosts: Iterable[str]) -> bool:
     mesh = plan.mesh
     assert mesh is not None
     divided = mesh.sharded or mesh.size not in (mesh.data, mesh.pp)
-    return divided or plan.schedule in ("interleaved", "zero-bubble") or len(set(hosts)) > 1
+    return divided or plan.schedule not in ("none", "gpipe") or len(set(hosts)) > 1
 
 
 def of_answer(

@@ -34,12 +34,10 @@ Order = tuple[tuple[PipeAction, ...], ...]
 
 
 def make_order(
-    schedule: str, num_devices: int, num_microbatches: int, *, stages_per_device: int = 1, training: bool = True,
-    one_process: bool = False,
-) -> Order:  # fmt: skip
+    schedule: str, num_devices: int, num_microbatches: int, *, stages_per_device: int = 1, training: bool = True
+) -> Order:
     """Return what every device does and in which order; in inference forwards only.
 
-    In `one_process` a backward goes through all stages at once, so with "1f1b" all are as far ahead as the first.
     Raises `SpecError` if the schedule does not exist or can't have these numbers.
     """
     check_schedule(schedule, num_devices, num_microbatches, stages_per_device=stages_per_device, training=training)
@@ -49,8 +47,7 @@ def make_order(
         if schedule == "gpipe":
             row = _gpipe(device, num_microbatches)
         elif schedule == "1f1b":
-            ahead = num_devices if one_process else num_devices - device
-            row = _one_forward_one_backward(device, min(num_microbatches, ahead), num_microbatches)
+            row = _one_forward_one_backward(device, min(num_microbatches, num_devices - device), num_microbatches)
         else:
             row = _interleaved(device, *shape, split=schedule == "zero-bubble")
         rows.append(tuple(action for action in row if training or action.kind == "F"))
@@ -81,21 +78,6 @@ def check_schedule(
                 f'the schedule "{schedule}" runs {num_microbatches} micro-batches on {num_devices} devices in {rounds} '
                 f"rounds, and they must be equal: use a multiple of {rounds}, such as {rounds * num_devices}."
             )
-
-
-def in_flight(order: Order) -> dict[int, int]:
-    """Return, per stage, the most micro-batches whose activations it keeps at one time, for backward or for the end."""
-    most: dict[int, int] = {}
-    for row in order:
-        now: dict[int, int] = {}
-        last = "W" if any(action.kind == "W" for action in row) else "B"
-        for action in row:
-            change = 1 if action.kind == "F" else -1 if action.kind == last else 0
-            now[action.stage] = now.get(action.stage, 0) + change
-            most[action.stage] = max(most.get(action.stage, 0), now[action.stage])
-    if not any(action.kind != "F" for row in order for action in row):
-        return dict.fromkeys(most, 1)  # nothing is kept in inference
-    return most
 
 
 def _gpipe(device: int, microbatches: int) -> list[PipeAction]:

@@ -10,7 +10,6 @@ recomputes its activations, if that fits. Bytes are about right: the engine pric
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations, pairwise
 from math import comb
 from typing import Any
@@ -24,7 +23,7 @@ from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.profile.measure import first_saves, trained_sizes
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, find_units, tensor_units
-from autoshard.schedules.orders import Order, make_order
+from autoshard.schedules.orders import make_order
 from autoshard.schedules.simulate import Times, simulate
 from autoshard.strategies.paths import cut_depths
 
@@ -138,11 +137,6 @@ def between(few: Layers, many: Layers, part: float) -> Layers:
     return {name: few[name] + part * (many[name] - few[name]) for name in few}
 
 
-@lru_cache(maxsize=256)
-def _order(devices: int, microbatches: int, training: bool) -> Order:
-    return make_order("gpipe", devices, microbatches, training=training, one_process=True)
-
-
 class StageCuts:
     """Partitions of layers for one way to run them, on devices that have this part of their memory (`room`).
 
@@ -155,7 +149,6 @@ class StageCuts:
     ) -> None:
         self.layers, self.way, self.cluster, self.figure = layers, way, cluster, figure
         self.training, self.keep = training, way.microbatches * training
-        self.order = _order(len(way.devices), way.microbatches, training)
         self.capacity = [max(room * device.budget_bytes, 1e-9) for device in way.devices]
         self.sums = {name: np.concatenate([np.zeros((*row.shape[:-1], 1)), np.cumsum(row, axis=-1)], axis=-1)
                      for name, row in layers.items()}  # fmt: skip
@@ -290,7 +283,8 @@ class StageCuts:
         """Seconds of a pass by the clock, or the figure that is minimised where it is another one."""
         if self.figure != "seconds":
             return one.value
-        ran, own = simulate(self.order, self.times(one)).ran, self._after(one)
+        order = make_order("gpipe", len(self.way.devices), self.way.microbatches, training=self.training)
+        ran, own = simulate(order, self.times(one)).ran, self._after(one)
         ends = [max((row.end for row in ran if row.device == at), default=0.0) + own[at] for at in range(len(own))]
         return max(*ends, self._launched())
 

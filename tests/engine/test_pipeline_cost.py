@@ -29,14 +29,13 @@ def test_more_micro_batches_than_rows_are_refused(inference):
         estimate_stages(plan, inference, parse_devices("2xA100-40GB"))
 
 
-@pytest.mark.parametrize(("schedule", "recompute"), [("gpipe", False), ("1f1b", True), ("inference", False)])
-def test_peaks_are_those_of_the_run_in_one_process(schedule, recompute):
+@pytest.mark.parametrize(("train", "recompute"), [(True, False), (True, True), (False, False)])
+def test_peaks_are_those_of_the_run_in_one_process(train, recompute):
     """Of the stages of a decoder with a tied matrix, whose outputs are put together on the first device."""
-    train = schedule != "inference"
     model, inputs = Decoder(tied=True).train(train), inputs_for(training=train)
     workload = autoshard.Workload(mode="training" if train else "inference", batch_size=8, optimizer="none")
-    options = {"schedule": schedule if train else "gpipe", "recompute": recompute, "workload": workload}
-    plan = pipeline_by_hand(model, inputs, find_batch_axis(model, inputs, workload), **options)
+    batch = find_batch_axis(model, inputs, workload)
+    plan = pipeline_by_hand(model, inputs, batch, recompute=recompute, workload=workload)
     checked = autoshard.verify(model, plan, inputs=inputs)
     assert checked.ok, checked.first_difference
     for peak in checked.peaks:

@@ -1,12 +1,15 @@
 """Orders are those that torch runs."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from autoshard.engine.price import in_flight
+from autoshard.engine.recipe import Recipe
 from autoshard.errors import SpecError
-from autoshard.schedules.orders import PipeAction, in_flight, make_order
+from autoshard.schedules.orders import PipeAction, make_order
 
 KINDS = {"F": "F", "B": "B", "I": "I", "W": "W"}
 
@@ -100,8 +103,22 @@ def test_numbers_that_torch_would_refuse_are_refused_with_what_works():
         make_order("fast", 4, 2)
 
 
-def test_gpipe_keeps_all_micro_batches_and_1f1b_as_many_as_there_are_stages_to_go():
-    assert in_flight(make_order("gpipe", 3, 6)) == {0: 6, 1: 6, 2: 6}
-    assert in_flight(make_order("1f1b", 3, 6)) == {0: 3, 1: 2, 2: 1}
-    assert in_flight(make_order("1f1b", 3, 6, training=False)) == {0: 1, 1: 1, 2: 1}
-    assert in_flight(make_order("1f1b", 3, 6, one_process=True)) == {0: 3, 1: 3, 2: 3}
+def most_in_flight(order):
+    """Per device, the most micro-batches of a stage between their forward and their backward."""
+    found = []
+    for row in order:
+        ahead, most = Counter(), 0
+        for kind, stage, _ in row:
+            ahead[stage] += {"F": 1, "B": -1}[kind]
+            most = max(most, ahead.total())
+        found.append(most)
+    return found
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("gpipe", 1), ("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("microbatches", [4, 8, 12])
+def test_the_engine_counts_the_micro_batches_that_a_rank_keeps(name, chunks, microbatches):
+    """Those of all of its stages together, as parts of all of its layers."""
+    recipe = Recipe(pp=4, num_microbatches=microbatches, schedule=name, stages_per_rank=chunks)
+    counted = most_in_flight(make_order(name, 4, microbatches, stages_per_device=chunks))
+    assert [in_flight(recipe, rank) * chunks for rank in range(4)] == counted
