@@ -4,7 +4,7 @@
     rank 2 and 3   the next replica                                        same part, as backward goes on
 
 Where a replica is cut over ranks of its own, gradients are averaged over those that have the same part. Each process
-gives its own rows; the mean is over processes, and over rows where the plan gives devices unequal shares of them.
+gives its own rows, as many as the others; the mean is over processes.
 Replicas for answers are copies that know nothing of each other: processes may generate as they like.
 """
 
@@ -20,11 +20,9 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.agreement import RankState, agree, digest_of, mark_of, random_states, set_random_states, together
 from autoshard.runtime.around import take_off
-from autoshard.runtime.chunks import bind, count_rows
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.exchanges import Weight
 from autoshard.runtime.groups import Made, cut_groups, data_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
@@ -172,9 +170,6 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
-    if len(set(mesh.shares)) > 1:
-        weigh = functools.partial(_weigh, record, sharing.weight)
-        record.handles.append(model.register_forward_pre_hook(weigh, with_kwargs=True))
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = functools.partial(no_sync, model, used)
 
@@ -185,6 +180,11 @@ def check_replicas(model: nn.Module, plan: Plan, filled: bool = False) -> None:
         raise PlanError(
             "this plan has replicas and does not say how the batch is divided. Plan again with "
             'strategy="data-parallel".'
+        )
+    if plan.workload.training and plan.mesh is not None and len(set(plan.mesh.shares)) > 1:
+        raise PlanError(
+            f"this plan gives devices unequal shares of the batch, {', '.join(map(str, plan.mesh.shares))}, which one "
+            "process trains with. Plan again in the processes: each is given as many rows."
         )
     if plan.cuts and plan.mesh is not None and plan.mesh.sharded and not plan.launch:
         raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
@@ -264,13 +264,3 @@ class ReplicaHook:
             f"{new[0]} was added after autoshard.apply sharded the parameters, and each process would train its "
             "own. Call autoshard.remove(model), add it then, and apply the plan again."
         )
-
-
-def _weigh(
-    record: ReplicaRecord, weight: Weight, module: nn.Module, args: tuple, kwargs: dict[str, Any]
-) -> None:  # fmt: skip
-    """Let gradients count by the rows that this process was given, of those of all."""
-    batch, ranks = record.plan.batch, record.replicas
-    if batch is not None and torch.is_grad_enabled() and torch_private.autograd_node() is None:
-        rows = torch.tensor([float(count_rows(batch, bind(module, args, kwargs)))], device=record.device)
-        weight.value = float(rows / ranks.all_reduce(rows.clone()))

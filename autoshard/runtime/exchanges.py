@@ -12,13 +12,6 @@ from autoshard.errors import RankError
 from autoshard.runtime.collectives import ProcessRanks, lost
 
 
-@dataclass(slots=True)
-class Weight:
-    """How much the gradients of this process count among those of all replicas; 0: as much as any other's."""
-
-    value: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class _Named:
     """What fully_shard calls to exchange: as torch does, and an error says which process is gone."""
@@ -85,10 +78,9 @@ class MeanOfReplicas(_Named):
     """Hook of fully_shard on the gradients of a block, which are means over the ranks of one replica."""
 
     replicas: ProcessRanks
-    weight: Weight
 
     def __call__(self, gradients: torch.Tensor) -> None:
-        gradients.mul_(self.weight.value or 1 / self.replicas.size)
+        gradients.mul_(1 / self.replicas.size)
         self._call(dist.all_reduce, gradients, group=self.replicas.group)
 
 

@@ -17,7 +17,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from autoshard.common.packed import own_attributes
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter, Weight
+from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter
 from autoshard.runtime.moves import set_data
 
 
@@ -54,7 +54,6 @@ class Sharing:
     ranks: ProcessRanks
     shared: ProcessRanks
     replicas: ProcessRanks | None = None
-    weight: Weight = field(default_factory=Weight)
     experts: "Sharing | None" = None
 
 
@@ -97,7 +96,7 @@ def shard(
         engine.set_custom_all_gather(Gather(ranks, order, number))
         engine.set_custom_reduce_scatter(ReduceScatter(ranks))
         if among.replicas is not None:
-            engine.set_all_reduce_hook(MeanOfReplicas(ranks, among.replicas, among.weight))
+            engine.set_all_reduce_hook(MeanOfReplicas(ranks, among.replicas))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     for one in replaced:
         _give_memory(one, device)

@@ -87,8 +87,7 @@ def _on_own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, ran
     assert mesh is not None
     if mesh.data == 1:
         return work
-    shares = mesh.shares or even_shares(batch.size, mesh.data)
-    part = split(batch, model, work.args, work.kwargs, shares)[mesh.place(rank)[0]]
+    part = split(batch, model, work.args, work.kwargs, even_shares(batch.size, mesh.data))[mesh.place(rank)[0]]
     return replace(work, args=part.args, kwargs=part.kwargs)
 
 
@@ -106,7 +105,9 @@ def _original(
     _loss(batch, output).backward()
     yield from results_of("forward", "", "output", output)
     if mesh.data > 1:
-        weight = _weight(plan, any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output)), ranks.rank)
+        is_mean = any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
+        # A schedule adds up a sum over rows; else each replica counts as much as any other.
+        weight = 1.0 if mesh.pipeline > 1 and not is_mean else 1.0 / mesh.data
         for parameter in parameters.values():  # tensor ranks and stages of a replica have computed the same
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * weight
             gradient = ranks.all_reduce(gradient.to(device)).to(parameter.device)
@@ -159,17 +160,6 @@ def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
     if not parts:
         raise VerifyError("no output of the model is known to have rows and numbers, so there is no loss to compare.")
     return torch.stack([part.cpu() for part in parts]).sum()
-
-
-def _weight(plan: Plan, is_mean: bool, rank: int) -> float:
-    """What the gradient of this replica counts in that of all: its share of the rows, or one of so many."""
-    mesh = plan.mesh
-    assert mesh is not None
-    if mesh.pipeline > 1 and not is_mean:
-        return 1.0  # a sum over rows, which a schedule adds up
-    if not mesh.shares:
-        return 1.0 / mesh.data
-    return mesh.shares[mesh.place(rank)[0]] / sum(mesh.shares)
 
 
 def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks) -> Verification:

@@ -87,13 +87,13 @@ MODELS = {
 }
 
 
-def plan_for(model, given, count, shares=(), sharded=False, stages=()):
+def plan_for(model, given, count, sharded=False, stages=()):
     rows = len(next(iter(given.values())))
     inputs = tuple(BatchInput(path=name, dim=0, axis=f"*{rows}") for name in given)
     return Plan(
         strategy="data-parallel", objective="throughput", workload=TRAINING,
         devices=tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=1 << 30) for rank in range(count)),
-        placements={"": "cpu:0"}, mesh=Mesh(shares=shares, **{"fsdp" if sharded else "dp": count}), stages=stages,
+        placements={"": "cpu:0"}, mesh=Mesh(**{"fsdp" if sharded else "dp": count}), stages=stages,
         batch=BatchAxis(size=rows, inputs=inputs, outputs=()),
     )  # fmt: skip
 
@@ -106,10 +106,8 @@ def start(name, seed=0):
     return model, make
 
 
-def own_rows(given, shares):
-    rank = dist.get_rank()
-    begin = sum(shares[:rank])
-    return {name: tensor[begin : begin + shares[rank]] for name, tensor in given.items()}
+def own_rows(given):
+    return {name: tensor.chunk(dist.get_world_size())[dist.get_rank()] for name, tensor in given.items()}
 
 
 def steps(model, batches):
@@ -137,22 +135,21 @@ def difference(ones, others):
     return max(float((a if b is None else a - b).abs().max()) for a, b in pairs if a is not None)
 
 
-def train_on_ranks(name, shares, sharded):
+def train_on_ranks(name, sharded):
     """Replicas train as one process does, keep their part where they are sharded, and become ordinary again."""
     count = dist.get_world_size()
-    rows = shares or (12 // count,) * count
     model, make = start(name)
     batches = [make(12) for _ in range(3)]
     alone = copy.deepcopy(model)
     expected, wanted = steps(alone, batches)
     stages = tuple(Stage(paths=(f"layers.{index}",)) for index in range(3)) if sharded and name == "layers" else ()
     before, kind = (list(model.state_dict()), list(model.parameters()), list(model.modules())), type(model)
-    autoshard.apply(model, plan_for(model, batches[0], count, shares, sharded, stages))
-    losses, gradients = steps(model, [own_rows(given, rows) for given in batches])
+    autoshard.apply(model, plan_for(model, batches[0], count, sharded, stages))
+    losses, gradients = steps(model, [own_rows(given) for given in batches])
     if dist.get_rank() == 0 and not sharded:  # without gradients nobody else has to take part
         with torch.no_grad():
             model(**batches[0])
-    mean = losses * (rows[dist.get_rank()] / 12)
+    mean = losses / count
     dist.all_reduce(mean)
     kept = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in model.parameters())
     autoshard.remove(model)
@@ -191,7 +188,7 @@ def sharded_habits():
     given = make(8)
     alone, early = copy.deepcopy(model), torch.optim.SGD(model.parameters(), lr=0.1)
     autoshard.apply(model, plan_for(model, given, 2, sharded=True))
-    mine = own_rows(given, (4, 4))
+    mine = own_rows(given)
     halves = [{name: tensor[half * 2 : half * 2 + 2] for name, tensor in mine.items()} for half in range(2)]
     with model.no_sync():
         (model(**halves[0])["loss"] / 2).backward()
@@ -227,6 +224,7 @@ def refusals():
         (dataclasses.replace(plan, devices=plan.devices * 2, mesh=Mesh(dp=4)), "for 4 devices, and 2 processes run"),
         (dataclasses.replace(plan, batch=None), "how the batch is divided"),
         (dataclasses.replace(plan, fingerprint="other"), "another model"),
+        (dataclasses.replace(plan, mesh=Mesh(dp=2, shares=(5, 3))), "unequal shares of the batch, 5, 3, which one"),
     ):
         with pytest.raises(PlanError, match=words):
             autoshard.apply(model, wrong)
@@ -243,14 +241,8 @@ def refusals():
 def test_two_ranks(tmp_path):
     """Steps equal to those of one process, replicated and sharded; and what people do with replicas."""
     jobs = {one.__name__: (one,) for one in (answers, sharded_habits, refusals)} | {"saved": (saved, str(tmp_path))}
-    trained = {(name, sharded): (train_on_ranks, name, (), sharded) for name in MODELS for sharded in (False, True)}
+    trained = {(name, sharded): (train_on_ranks, name, sharded) for name in MODELS for sharded in (False, True)}
     check(run_ranks(run_jobs, 2, jobs | trained), trained)
-
-
-@sharded_replicas
-def test_unequal_shares_count_by_their_rows():
-    trained = {(name, False): (train_on_ranks, name, (7, 3, 2), False) for name in ("words", "recurrent")}
-    check(run_ranks(run_jobs, 3, trained), trained)
 
 
 def check(results, trained):
