@@ -28,7 +28,7 @@ class AxisGroup:
         added_bytes: of each rank, of what is gathered to be added up.
         conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
         leaf: the leaf itself, and `walk` the analysis it is from; for checks made in the same process.
-        ops: the ops of every block, in the order of those that `walk` has of the first.
+        ops: the ops of every block, in the order of `walked`, which are those that `walk` has.
     """
 
     index: int
@@ -46,6 +46,15 @@ class AxisGroup:
     leaf: Factor
     walk: AxisWalk
     ops: tuple[tuple[int, ...], ...] = ()
+    walked: tuple[int, ...] = ()
+
+    def within(self, blocks: Collection[str]) -> "AxisGroup | None":
+        """The same of some blocks only; None where it has none of them."""
+        kept = [place for place, block in enumerate(self.blocks) if block in blocks]
+        if not kept:
+            return None
+        own = tuple(self.blocks[place] for place in kept)
+        return dataclasses.replace(self, blocks=own, ops=tuple(self.ops[place] for place in kept))
 
     @property
     def reductions(self) -> int:
@@ -206,6 +215,7 @@ def _groups_of(
                 leaf=leaf,
                 walk=walk,
                 ops=region.each,
+                walked=region.each[0],
             )
         )
     return _with_conflicts(made, walk), list(_blocked(walk, tensors, reasons))

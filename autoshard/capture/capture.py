@@ -1,13 +1,15 @@
 """capture: run a model once, without its weights, and hand back what it did as a `ModelGraph`.
 
 A ladder of levels: "fake" first (floats have no values), "real" where the model branches on floats and has values,
-"invented" where it has none. The level used and what stopped the ones above are in the graph.
+"invented" where it has none. Composite graphs, which are analysed and compared with those of ranks that have no values,
+are of the level "invented" where that works. The level used and what stopped the ones above are in the graph.
 """
 
 import dataclasses
 import inspect
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -184,9 +186,13 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
     except Exception as error:
         stopped = error
     notes: tuple[str, ...] = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
-    if not _without_values(run.model):
+    empty, by_values = _without_values(run.model), isinstance(stopped, VALUE_ERRORS)
+    if run.composite and by_values and not empty:  # ranks are followed without values, as the whole then is
+        with suppress(CaptureError):  # invented values led where none that the model computes do
+            return _forced(run, "invented", notes)
+    if not empty:
         return _forced(run, "real", notes)
-    if isinstance(stopped, VALUE_ERRORS):
+    if by_values:
         notes += ("level real left out: the model has no values",)
         return _forced(run, "invented", notes)
     raise _refusal(run, stopped) from stopped

@@ -53,6 +53,7 @@ Ranks = Literal["all", "first", "last", "all but one"]
 
 FINITE = "floats were assumed to be finite"
 EVEN_ORDER = "an order that depends on unknown values was taken to be even"
+HALF = "half of the elements of an unknown mask were taken to be true"
 
 
 class ValueNeeded(Exception):
@@ -236,6 +237,9 @@ def _argmax(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     return engine.real_filled(engine.shapes.run(func, args, kwargs), 1)
 
 
+_LARGEST = (aten.argmax.default, aten.max.dim, aten.min.dim)
+
+
 def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Invented level: top k, sort and their like. Places are dealt out in turn, so that experts get equal shares.
 
@@ -251,7 +255,7 @@ def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     position = 2 if func is aten.topk.default else 1
     dimension = args[position] if len(args) > position and args[position] is not None else -1
     many = max(1, args[0].shape[dimension])
-    least = places.shape[dimension] if func is aten.topk.default else 1 if func is aten.argmax.default else many
+    least = places.shape[dimension] if func is aten.topk.default else 1 if func in _LARGEST else many
     count = {"all": many, "first": least, "last": least, "all but one": max(least, many - 1)}[engine.ranks]
     dealt = torch.arange(places.numel()).remainder(count).reshape(places.shape)
     dealt = dealt + (many - count) if engine.ranks == "last" else dealt
@@ -263,7 +267,7 @@ def _nonzero(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any])
     """Invented level: half of the elements of an unknown tensor are taken to be other than zero."""
     if not engine.invent:
         return NotImplemented
-    engine.assume("half of the elements of an unknown mask were taken to be true")
+    engine.assume(HALF)
     return engine.shapes.fresh(
         (max(1, args[0].numel() // 2), args[0].dim()), (1, max(1, args[0].numel() // 2)), torch.int64
     )
@@ -306,11 +310,15 @@ def _index(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -
 
 
 def _masked_select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """x.masked_select(mask) with a known mask."""
+    """x.masked_select(mask): as many elements as the mask has true ones; half of them where it is not known."""
     x, mask = args
-    if engine.unknown(mask):
+    if engine.unknown(mask) and not engine.invent:
         return NotImplemented
-    count = int(mask.expand(torch.broadcast_shapes(x.shape, mask.shape)).sum())
+    whole = mask.expand(torch.broadcast_shapes(x.shape, mask.shape))
+    if engine.unknown(mask):
+        engine.assume(HALF)
+        return engine.shapes.fresh((max(1, whole.numel() // 2),), (1,), x.dtype)
+    count = int(whole.sum())
     return engine.shapes.fresh((count,), (1,), x.dtype)
 
 
@@ -334,7 +342,7 @@ def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
 
 def _half(engine: FakeFloats, indices: Any) -> list[Any]:
     """Invented level: masks that are not known become the indices of half of their elements."""
-    engine.assume("half of the elements of an unknown mask were taken to be true")
+    engine.assume(HALF)
     made: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -379,9 +387,8 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_FINITE_CHECKS, _finite),
     **dict.fromkeys((aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar), _compared),
     aten.argmax.default: _argmax,
-    aten.topk.default: _ranked,
-    aten.sort.default: _ranked,
-    aten.argsort.default: _ranked,
+    **dict.fromkeys((aten.topk.default, aten.max.dim, aten.min.dim), _ranked),
+    **dict.fromkeys((aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable), _ranked),
     aten.nonzero.default: _nonzero,
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,

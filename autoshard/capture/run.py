@@ -297,8 +297,10 @@ def _is_inference(module: nn.Module) -> bool:
     return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def _apply_to_placeholders(apply: Callable[..., nn.Module], thread: int) -> Callable[..., nn.Module]:
-    """What `Module._apply` is in one thread: new tensors take the places of placeholders, which can't become them."""
+@contextmanager
+def applied_to_placeholders() -> Iterator[None]:
+    """Inside, in this thread, `.to()` of a module puts new tensors into the places of placeholders."""
+    apply, thread = nn.Module._apply, threading.get_ident()
 
     def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
         if threading.get_ident() != thread:
@@ -316,7 +318,11 @@ def _apply_to_placeholders(apply: Callable[..., nn.Module], thread: int) -> Call
                     table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed
         return self
 
-    return plain_apply
+    nn.Module._apply = plain_apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 @contextmanager
@@ -325,7 +331,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
-    call, apply = nn.Module.__call__, nn.Module._apply
+    call = nn.Module.__call__
     observer, call_log, thread = run.observer, run.call_log, threading.get_ident()
 
     def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -360,9 +366,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
                 recorder.note_state(self, output)
 
     nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
-    nn.Module._apply = _apply_to_placeholders(apply, thread)  # type: ignore[method-assign]
     try:
-        yield
+        with applied_to_placeholders():
+            yield
     finally:
         nn.Module.__call__ = call  # type: ignore[method-assign]
-        nn.Module._apply = apply  # type: ignore[method-assign]

@@ -10,13 +10,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
+from autoshard.axes.batch_walk import SIZED_BY_VALUES
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.unchecked import as_cut
 from autoshard.capture.capture import capture, observe_calls
-from autoshard.capture.graph import ModelGraph
+from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.capture.run import own_random_numbers
 from autoshard.check.follow import Differs, due_on, follow
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
@@ -43,6 +45,7 @@ class CutChecks:
         self._model, self._graph, self._calls = model, graph, calls
         self._runs, self._others = [first], others
         self._has_blocks = any(region.path != OUTSIDE for region in found.regions)
+        self._by_values = _modules_by_values(graph)
         self._blocks: dict[str, nn.Module] = {}
         self._cuts: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
         self._followed: dict[Key, dict[int, str]] = {}
@@ -70,10 +73,20 @@ class CutChecks:
         key = group.index, shares
         if key not in self._cuts:
             hooked = self._hooked(group)
-            if hooked:
+            if self._graph.level == "real":
+                self._cuts[key] = Refusal(
+                    reason="ranks are followed without values, and values decide what the model does: "
+                    f"{next(iter(self._graph.notes), 'it was captured with them')}"
+                )
+            elif hooked:
                 self._cuts[key] = Refusal(
                     reason=f"{hooked} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), "
                     "of which a rank has a part"
+                )
+            elif varying := self._varying(group):
+                self._cuts[key] = Refusal(
+                    reason=f"{varying} picks elements by their values, so how often it calls functions is known for "
+                    "one input only. Experts that are modules of their own can be cut"
                 )
             else:
                 self._cuts[key] = self._with_sizes(group, shares)
@@ -86,6 +99,11 @@ class CutChecks:
                  for name in (*(shard.name for shard in group.shards), *group.summed)]  # fmt: skip
         found = {name for name, one in parameters.items() if gradient_hooks(one) or has_accumulation_hooks(one)}
         return next((name for name in names if name in found), "")
+
+    def _varying(self, group: AxisGroup) -> str:
+        """A module where something is due at one of several calls of a function, and the number of calls may differ."""
+        places = {join(group.blocks[0], one.module) for one in group.actions if one.function and one.occurrence >= 0}
+        return next((path for path in sorted(places) if path in self._by_values), "")
 
     def _with_sizes(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
         """Search the integers in the first block; a block's own code may stumble over a rank's sizes in any way."""
@@ -112,7 +130,8 @@ class CutChecks:
         calls = [call for call in self._graph.calls if call.path == path]
         for call, given in zip(calls, self._calls[path], strict=False):
             sites = sites_of(self._graph, group.walk, call, group.leaf)
-            sizes = find_sizes(self._blocks[path], given, cut, sites, group.leaf, sizes)
+            invent = self._graph.level == "invented"
+            sizes = find_sizes(self._blocks[path], given, cut, sites, group.leaf, sizes, invent)
         return sizes
 
     # ---- what ranks do beside the whole
@@ -190,6 +209,19 @@ class CutChecks:
                 reasons |= self._halved(groups, cuts, part, differs)
         least = min(places, key=lambda place: groups[place].nbytes)
         return reasons or {least: _said(found)}
+
+
+def _modules_by_values(graph: ModelGraph) -> set[str]:
+    """Modules whose own code picks elements by values that were invented: a loop over them may be of any length."""
+    if graph.level != "invented":
+        return set()
+    found = set()
+    for op in graph.ops:
+        name, dtypes = name_of(op), {graph.values[value].dtype for value in op.inputs}
+        by_mask = name.startswith(("index", "_index_put")) and torch.bool in dtypes
+        if by_mask or name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1):
+            found.add(graph.calls[op.call].path)
+    return found
 
 
 def _said(found: tuple[RankRuns, Differs]) -> str:

@@ -72,17 +72,17 @@ def due_on(
     graph: ModelGraph, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]], rank: int
 ) -> dict[int, Due]:
     """What every op that works on something cut must be like on a rank, in all blocks; by its index."""
-    together: dict[int, list[tuple[AxisGroup, tuple[int, ...]]]] = {}
+    together: dict[tuple[int, tuple], list[tuple[AxisGroup, tuple[int, ...]]]] = {}
     for group, share in zip(groups, shares, strict=True):
-        together.setdefault(id(group.walk), []).append((group, share))
+        together.setdefault((id(group.walk), group.ops), []).append((group, share))
     due: dict[int, Due] = {}
     for rows in together.values():
         first = rows[0][0]
         cut = {group.leaf: share for group, share in rows}
-        found = list(_of_walk(graph, first.walk, first.ops[0], cut, rank))
+        found = list(_of_walk(graph, first.walk, first.walked, cut, rank))
         for ops in first.ops:
             for place, row in found:
-                _enter(due.setdefault(ops[place], Due()), graph.ops[first.ops[0][place]], graph.ops[ops[place]], row)
+                _enter(due.setdefault(ops[place], Due()), graph.ops[first.walked[place]], graph.ops[ops[place]], row)
     tensors = {tensor.value for tensor in graph.tensors}
     shapes = {value: shape for row in due.values() for value, shape in row.shapes.items() if value in tensors}
     for op in scaled_ops(graph):  # wherever they are: they belong to no block

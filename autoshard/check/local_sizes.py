@@ -26,6 +26,7 @@ from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
 from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.capture.record import Recorder
+from autoshard.capture.run import applied_to_placeholders
 from autoshard.capture.sites import PROPERTIES
 from autoshard.check.rank import Arguments, LoneRank, make_fake
 from autoshard.common.module_paths import is_below, relative
@@ -233,11 +234,13 @@ def _cut_dims(row: ExpectedResult, slices: Mapping[Factor, int]) -> list[int]:
     return [dim for dim, axis in enumerate(row.axes) if any(leaf in slices for leaf in leaves(axis))]
 
 
-def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor) -> Outcome:
+def _run(
+    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor, invent: bool
+) -> Outcome:
     """Run the first rank of a cut on shapes; `block` is on meta, `given` has specs. What it raises is an outcome."""
     local = copy.deepcopy(block)
     apply_cuts(local, (cut,), LoneRank(rank=0, size=cut.degree), shapes_only=True)
-    engine = FakeFloats(lambda _: None)  # as in the run that was recorded: code takes the same branches
+    engine = FakeFloats(lambda _: None, invent=invent)  # as in the run that was recorded: code takes the same branches
     recorder = Recorder(engine)
 
     def fake(spec: TensorSpec) -> torch.Tensor:
@@ -253,7 +256,7 @@ def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site]
             recorder.enter(tensor, kind, name)
     args, kwargs = fill_specs(given, fake)
     watch = _Watch(sites, {leaf: cut.shares[0]})
-    with silenced(), recorder, torch.no_grad():
+    with silenced(), recorder, torch.no_grad(), applied_to_placeholders():
         try:
             with watch.inside(local):
                 local(*args, **kwargs)
@@ -272,15 +275,18 @@ def _run(block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site]
 
 
 def find_sizes(
-    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor, known: Sizes
+    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor, known: Sizes, invent: bool
 ) -> Sizes:
     """Search the integers that the first rank of a cut needs, with some known already. Raises `NotFound`.
 
-    `block`: on meta; `given`: the arguments of one call of it, with specs in place of tensors.
+    `block`: on meta; `given`: the arguments of one call of it, with specs in place of tensors. `invent`: values that
+    decide what the block does were invented when it was recorded, and are again.
     """
-    return _Search(block, sites, leaf, lambda sizes: _run(block, given, with_sizes(cut, sizes), sites, leaf)).find(
-        known
-    )
+
+    def run(sizes: Sizes) -> Outcome:
+        return _run(block, given, with_sizes(cut, sizes), sites, leaf, invent)
+
+    return _Search(block, sites, leaf, run).find(known)
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,10 +59,11 @@ class RankRuns:
     def of(self, group: AxisGroup) -> list[AxisGroup]:
         """The groups of this run that cut the same, [] if there are none.
 
-        Blocks that are alike in one run may differ in another: some of them keep a window of the last tokens only.
+        Blocks that are alike in one run may differ in another: some of them keep a window of the last tokens only, and
+        mixtures of experts choose others in each.
         """
         alike = self.groups.get(_key_of(group), ())
-        same = {one.blocks: one for one in alike if set(one.blocks) <= set(group.blocks)}
+        same = {part.blocks: part for one in alike if (part := one.within(group.blocks)) is not None}
         blocks = [block for one in same for block in one]
         return list(same.values()) if sorted(blocks) == sorted(group.blocks) else []
 

@@ -122,6 +122,8 @@ def test_training_graphs_are_not_composite():
 @over(WORKING_CASES)
 def test_every_site_is_found_again(case):
     graph = capture(case.model(), case.example(), composite=True)
+    if graph.level == "invented":  # experts get equal shares there
+        graph = capture(case.model(), case.example(), composite=True, level="real")
     found = seen_by_a_mode(case.model(), lambda model: model(**case.example()))
     time, seen = {}, {}
     for call in graph.calls:
