@@ -12,7 +12,7 @@ can't hand out; on a CPU it has none of these.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.engine.blocks import Block
 from autoshard.engine.local import Share, sums_of
@@ -149,8 +149,15 @@ def held_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
     return dense, experts
 
 
+def share_of(block: Block, share: Share, recipe: Recipe) -> Share:
+    """What a rank has of a block: outside of layers whole sequences, unless the parts of the loss stay apart."""
+    whole = not block.layer and not recipe.loss_parallel and share.cp > 1
+    return replace(share, cp=1) if whole else share
+
+
 def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of activations that one layer keeps for its backward."""
+    share = share_of(block, share, recipe)
     sums = sums_of(block)
     if recipe.recompute == "full" and block.recomputes:
         return _input_bytes(block, share, recipe)
@@ -236,7 +243,8 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
 
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of the logits where a loss is made: they, what the loss keeps of them, and their gradients."""
-    logits = sums_of(block).logits * share.rows / (recipe.tp if recipe.loss_parallel else 1)
+    rows = share_of(block, share, recipe).rows
+    logits = sums_of(block).logits * rows / (recipe.tp if recipe.loss_parallel else 1)
     return logits * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack])
 
 

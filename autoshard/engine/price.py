@@ -9,7 +9,7 @@ from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import Efficiency, efficiency_of
 from autoshard.engine.local import Share, cache_elements, sums_of
-from autoshard.engine.memory import Memory, Stage, held_elements, local_elements, step_memory
+from autoshard.engine.memory import Memory, Stage, held_elements, local_elements, share_of, step_memory
 from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, layer_seconds
@@ -225,7 +225,8 @@ def _stage_passes(stage: Sequence[tuple[tuple[Layer, Layer], int]]) -> Passes:
 def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     """Forward and backward of one layer for one micro-batch."""
     recipe, slow = setting.recipe, setting.reached.overlap
-    seconds = layer_seconds(block, setting.share, recipe, setting.card, setting.reached)
+    share = share_of(block, setting.share, recipe)
+    seconds = layer_seconds(block, share, recipe, setting.card, setting.reached)
     again = seconds.recompute if block.recomputes else 0.0
     gather, reduce = _sharding_seconds(setting, block)
     inner = tensor_seconds(setting, block) + context_seconds(setting, block)

@@ -47,7 +47,7 @@ class Recipe:
         zero: 0 replicates optimizer states over `dp`, 1 shards them.
         reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
         stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
-        loss_parallel: tensor-parallel ranks keep their parts of the logits; else each gathers the whole.
+        loss_parallel: ranks that share matrices or sequences keep their parts of the logits; else each has the whole.
         logit_bytes: of all copies of one logit around the loss; 0 for what the stack makes of a loss in float32.
         accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
             so it does in a pipeline, where parameters are gathered once per step, too.

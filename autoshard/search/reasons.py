@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from math import inf
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
@@ -10,6 +11,8 @@ from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
 from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, SearchTask, is_run, part_of, search
 
+NO_LESS = 0.95
+"""Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
 WHAT: Mapping[str, str] = {
     "dp": "replicas that keep all parameters of their part",
     "fsdp": "replicas of which each keeps a part of all parameters, gradients and optimizer state (FSDP)",
@@ -65,6 +68,8 @@ def _what(task: SearchTask, best: Priced) -> Iterator[str]:
         yield f"{who} computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
         if task.precision == PRECISIONS["pure"]:
             yield "all is kept in 16 bits, so small updates of weights are lost; --precision mixed keeps float32"
+    if task.devices > 1 and task.limits.samples > 1 and task.limits.why_not:
+        yield f"no replicas: {task.limits.why_not.removesuffix('.')}"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
@@ -187,7 +192,21 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
         f"{format_bytes(needed)} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
         f"{format_bytes(task.card.memory_bytes)} that may be used"
     )
-    return f"{said}. {remedy(task)}"
+    return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task)}"
+
+
+def _of_the_loss(closest: Priced, lacking: float) -> str:
+    """That without the logits it would fit, where that is so."""
+    figures = closest.figures
+    if not isinstance(figures, StepEstimate):
+        return ""
+    loss = next((one for one in figures.memory.curve if one.name == "loss"), None)
+    if loss is None or loss.transient < lacking or figures.memory.allocated > loss.allocated:
+        return ""
+    return (
+        f"{format_bytes(loss.transient)} are logits and their copies around the loss: with a loss that is computed in "
+        "parts of the sequence there are few of them. "
+    )
 
 
 def _how(task: SearchTask, recipe: Recipe, before: str) -> str:
@@ -207,11 +226,16 @@ def remedy(task: SearchTask) -> str:
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(free, topology=replace(task.topology, hosts=task.topology.hosts * factor))
         tried.append((f"It fits on {task.devices * factor} such devices: ", more))
+    least = inf
     for words, other in tried:
         if not task.training and other.devices > task.limits.samples * 64:
             continue
-        best = search(other).best
-        if best is not None:
-            again = _how(task, best.recipe, ",")
-            return f"{words}{shown_mesh(best.recipe)}{again}, {format_seconds(best.seconds)}."
+        found = search(other)
+        if found.best is not None:
+            again = _how(task, found.best.recipe, ",")
+            return f"{words}{shown_mesh(found.best.recipe)}{again}, {format_seconds(found.best.seconds)}."
+        if found.closest is not None and other.precision == task.precision:
+            if found.closest.figures.used_bytes > NO_LESS * least:
+                break  # more devices do not help
+            least = found.closest.figures.used_bytes
     return "Use shorter sequences, a smaller batch, or larger devices."

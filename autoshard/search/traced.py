@@ -1,5 +1,6 @@
 """Traced: the work of a model, from one run with few samples, and whether its batch can be divided."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,10 +107,16 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
     if assume_independent_rows or traced.samples == 1:
         return ""
     workload = replace(traced.workload, new_tokens=0, batch_size=None)
-    try:
-        long = traced.derived and traced.work.tokens > SHORT_TOKENS
-        inputs = _shorter(traced, workload) if long else traced.inputs
-        check_rows_apart(traced.model, inputs, workload, traced.walk)
-    except AutoshardError as error:
-        return str(error)
-    return ""
+    tried = [traced.inputs]
+    if traced.derived and traced.work.tokens > SHORT_TOKENS:
+        with suppress(AutoshardError):
+            tried.insert(0, _shorter(traced, workload))
+    reason = ""
+    for inputs in tried:  # some models take one length alone
+        try:
+            check_rows_apart(traced.model, inputs, workload, traced.walk)
+        except AutoshardError as error:
+            reason = str(error)
+        else:
+            return ""
+    return reason

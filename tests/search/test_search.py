@@ -12,13 +12,16 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.price import StepEstimate
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
-from autoshard.search.best import AS_GOOD, search
+from autoshard.plan.workload import Workload
+from autoshard.search.best import AS_GOOD, price_recipe, search
 from autoshard.search.choose import Wishes, choose
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Fixed, parse_mesh
 from autoshard.search.processes import Asked, make_task, plan_processes
+from autoshard.search.traced import trace, why_undivided
 from tests.search.models import Decoder, traced
 
 
@@ -99,6 +102,46 @@ def test_more_replicas_than_samples_are_refused():
 def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
     with pytest.raises(PlanError, match=r"the closest, .* more than the .* It fits on \d+ such devices: "):
         plan_processes(traced(4096, 24), parse_devices("2xT4"), Asked())
+
+
+def test_sequences_in_parts_have_whole_logits_where_apply_makes_them():
+    """A step of one sample of 65,536 tokens: 4,096 logits of 16 bytes each are 4 GiB on every rank."""
+    task = task_on("4xA100-40GB", samples=1, tokens=65536, given=Fixed(mesh={"cp": 4}))
+    recipe = search(task).ranking[0].recipe
+    assert recipe.cp == 4 and not recipe.loss_parallel
+    whole, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)).figures for parallel in (False, True))
+    assert isinstance(whole, StepEstimate) and isinstance(parts, StepEstimate)
+    at_loss = [next(one for one in each.memory.curve if one.name == "loss").transient for each in (whole, parts)]
+    assert at_loss == pytest.approx([65536 * 4096 * 16, 65536 * 4096 * 4]) and whole.seconds > parts.seconds
+
+
+def test_logits_that_leave_no_room_are_named():
+    work = traced(samples=1, tokens=262144)
+    with pytest.raises(PlanError, match="16.0 GiB are logits and their copies around the loss.* Use shorter"):
+        plan_processes(work, parse_devices("2xT4"), Asked())
+
+
+def test_why_there_are_no_replicas_is_said():
+    asked = Asked(why_undivided="its rows depend on each other.")
+    plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), asked)
+    assert plan.mesh is not None and plan.mesh.dp == plan.mesh.fsdp == 1
+    assert "no replicas: its rows depend on each other" in plan.reasons
+
+
+class OneLength(Decoder):
+    def forward(self, input_ids, labels=None):
+        if input_ids.shape[1] != 48:
+            raise ValueError("sequences have 48 tokens")
+        return super().forward(input_ids, labels)
+
+
+def test_a_model_that_takes_one_length_is_followed_with_that():
+    with torch.device("meta"):
+        model = OneLength(64, 2)
+    ids = torch.zeros(2, 48, dtype=torch.long, device="meta")
+    workload = Workload(batch_size=2, sequence_length=48, mode="training")
+    followed = trace(model, {"input_ids": ids, "labels": ids}, workload)
+    assert why_undivided(replace(followed, derived=True)) == ""
 
 
 def test_the_estimate_of_a_plan_is_that_of_the_search():
