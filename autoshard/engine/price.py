@@ -126,7 +126,7 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
         flops = [sum(one.flops for one in sums_of(block).products) for block in work.blocks]
         each = sum(one * block.count for one, block in zip(flops, work.blocks, strict=True) if block.layer) / layers
         part += sum(one for one, block in zip(flops, work.blocks, strict=True) if not block.layer) / each / count
-    boundaries = [min(layers - count + index, ceil(index * part - 1e-9)) for index in range(count)] + [layers]
+    boundaries = boundaries_of(layers, count, part)
     stages: list[list[tuple[Block, int]]] = []
     for index in range(count):
         stage, begin = [], 0
@@ -141,6 +141,11 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
                 stage.append((block, inside))
         stages.append(_keeping(stage, recipe.kept_layers))
     return stages
+
+
+def boundaries_of(layers: int, count: int, part: float) -> list[int]:
+    """The first layer of each stage, and the end: each takes so many layers, as long as those after it have some."""
+    return [min(layers - count + index, ceil(index * part - 1e-9)) for index in range(count)] + [layers]
 
 
 def _keeping(stage: list[tuple[Block, int]], most: int) -> list[tuple[Block, int]]:

@@ -113,7 +113,8 @@ def search(task: SearchTask) -> Searched:
         return Searched(best=None, ranking=(), closest=closest, priced=count)
     if task.training and task.goal != "memory":
         near = [one for one in ranking if one.seconds <= WORTH_KEEPING * ranking[0].seconds]
-        ranking = sorted((*(_keeping(task, one) for one in near), *ranking[len(near) :]), key=lambda one: one.seconds)
+        changed = (_balancing(task, one) if one.recipe.pp > 1 else _keeping(task, one) for one in near)
+        ranking = sorted((*changed, *ranking[len(near) :]), key=lambda one: one.seconds)
     able = [one for one in ranking if is_run(task, one.recipe)] or ranking
     good = [one for one in able if one.value(task.goal) <= able[0].value(task.goal) * AS_GOOD]
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
@@ -126,7 +127,7 @@ def is_run(task: SearchTask, recipe: Recipe) -> bool:
 
 def _keeping(task: SearchTask, one: Priced) -> Priced:
     """The same recipe with as many layers that keep their activations as fit, by bisection."""
-    if one.recipe.recompute == "none" or one.recipe.pp > 1 or task.given.recompute:
+    if one.recipe.recompute == "none" or task.given.recompute:
         return one
     best, fits = one, 0
     too_many = sum(block.count for block in task.work.blocks if block.layer)
@@ -138,6 +139,12 @@ def _keeping(task: SearchTask, one: Priced) -> Priced:
         else:
             too_many = middle
     return best
+
+
+def _balancing(task: SearchTask, one: Priced) -> Priced:
+    """The same recipe with fewer layers in the stage that has the head, as its products count, where that is faster."""
+    other = price_recipe(task, replace(one.recipe, balanced_stages=True))
+    return other if other.fits and other.seconds < one.seconds else one
 
 
 def alone(task: SearchTask, found: Searched) -> Priced | None:

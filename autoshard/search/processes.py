@@ -7,6 +7,7 @@ request ─▶ limits, given ───┘
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -19,7 +20,7 @@ from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.cards import weakest_card
 from autoshard.engine.precision import inference_precision, training_precision
-from autoshard.engine.price import split_stages
+from autoshard.engine.price import boundaries_of, split_stages
 from autoshard.engine.pricer import needs_processes
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
@@ -312,8 +313,10 @@ def asked_of(plan: Plan) -> Asked:
 def recipe_of(plan: Plan) -> Recipe:
     """The recipe that a plan for processes says."""
     assert plan.mesh is not None
-    training = plan.workload.training
+    training, layers, count = plan.workload.training, len(plan.layers), max(1, len(plan.stages))
     precision = training_precision(plan.precision, "")[1] if training else inference_precision(plan.precision)
+    even = [end - begin for begin, end in pairwise(boundaries_of(layers, count, layers / count))]
+    own = [len(plan.layers_of(stage)) for stage in plan.stages]
     return on_mesh(
         plan.mesh,
         micro_batch=plan.micro_batch,
@@ -322,6 +325,7 @@ def recipe_of(plan: Plan) -> Recipe:
         stages_per_rank=max(1, len(plan.stages) // plan.mesh.pp) if plan.mesh.pp > 1 else 1,
         recompute=cast(Recompute, plan.recompute),
         kept_layers=plan.kept_layers,
+        balanced_stages=plan.mesh.pp > 1 and layers > 0 and own != even,
         stack=cast(Stack, "compiled" if plan.compiled else "eager"),
         precision=precision,
     )

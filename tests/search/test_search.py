@@ -20,7 +20,7 @@ from autoshard.search.best import AS_GOOD, price_recipe, search
 from autoshard.search.choose import Wishes, choose
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Fixed, parse_mesh
-from autoshard.search.processes import Asked, make_task, plan_processes
+from autoshard.search.processes import Asked, make_task, plan_processes, recipe_of
 from autoshard.search.traced import trace, why_undivided
 from tests.search.models import Decoder, traced
 
@@ -170,6 +170,23 @@ def test_stages_hold_every_tensor_once_and_end_with_the_head():
     names = {name for name, _ in work.model.named_parameters()}
     held = [name for name in names for path in paths if name == path or name.startswith(f"{path}.")]
     assert sorted(held) == sorted(names)
+
+
+def test_the_stage_with_the_head_has_fewer_layers_where_that_is_faster():
+    """A head of 32,768 words is as much as five layers of a width of 512; the plan's file tells as much."""
+    ids, cluster = torch.zeros(2, 512, dtype=torch.long), parse_devices("4xA100-40GB")
+    with torch.device("meta"):
+        model = Decoder(512, 16, 8, 32768).to(torch.bfloat16)
+    workload = autoshard.Workload(batch_size=64, mode="training")
+    work = trace(model, {"ids": ids, "labels": ids.clone()}, workload)
+    asked = Asked(given=Fixed(mesh={"pp": 4}, schedule="1f1b"))
+    plan, found, task = plan_processes(work, cluster, asked)
+    assert found.best is not None
+    sizes = [len(plan.layers_of(stage)) for stage in plan.stages]
+    assert sizes[-1] < sizes[0] == max(sizes) and sum(sizes) == 16
+    even = price_recipe(task, replace(found.best.recipe, balanced_stages=False))
+    assert found.best.seconds < even.seconds
+    assert recipe_of(Plan.from_json(plan.to_json())) == found.best.recipe
 
 
 def test_plan_takes_a_recipe_and_prints_the_mesh(tmp_path):
