@@ -56,6 +56,8 @@ def compare_processes(chosen: Chosen, cluster: Cluster) -> Comparison:
 
 def _why_not(task: SearchTask, kind: str) -> str:
     """Why no recipe of a kind is there: by how much the closest does not fit, or that there is none."""
+    if task.devices == 1:
+        return "it takes several devices, and there is one"
     if kind == "hybrid":
         return "no recipe with several dimensions fits, or has as many devices"
     if kind == "fsdp" and not task.training:

@@ -18,6 +18,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.plan.workload import Workload
 from autoshard.search.best import AS_GOOD, price_recipe, search
 from autoshard.search.choose import Wishes, choose
+from autoshard.search.compared import compare_processes
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Fixed, parse_mesh
 from autoshard.search.processes import Asked, make_task, plan_processes, recipe_of
@@ -126,6 +127,21 @@ def test_why_there_are_no_replicas_is_said():
     plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), asked)
     assert plan.mesh is not None and plan.mesh.dp == plan.mesh.fsdp == 1
     assert "no replicas: its rows depend on each other" in plan.reasons
+
+
+def test_one_device_is_compared_with_nothing_that_takes_several():
+    with torch.device("meta"):
+        model = Decoder(64, 2)
+    ids, cluster = torch.zeros(4, 16, dtype=torch.long, device="meta"), parse_devices("1xT4")
+    workload = Workload(batch_size=4, sequence_length=16, mode="training")
+    chosen = choose(
+        model, {"ids": ids, "labels": ids}, workload, cluster, strategy="auto", objective="latency",
+        wishes=Wishes(micro_batch=1),
+    )  # fmt: skip
+    assert chosen is not None and chosen.plan.num_microbatches == 4
+    rows = compare_processes(chosen, cluster).alternatives
+    assert [row.name for row in rows if row.plan is not None] == ["one device"]
+    assert {row.refused for row in rows if row.plan is None} == {"it takes several devices, and there is one"}
 
 
 class OneLength(Decoder):
