@@ -15,6 +15,7 @@ import traceback
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from operator import is_not
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -182,10 +183,15 @@ class ModelState:
 
 
 def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
-    """Return `run()`, after which what a model and its arguments hold is as it was, and context variables are."""
+    """Return `run()`, after which what a model and its arguments hold is as it was, and context variables are.
+
+    What is compiled runs as it is written: torch would compile a recording, with all that records.
+    """
     state = ModelState(model, given)
+    compiles = "torch._dynamo" in sys.modules  # which takes seconds to import
     try:
-        return contextvars.copy_context().run(run)
+        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+            return contextvars.copy_context().run(run)
     finally:
         state.put_back()
 

@@ -72,6 +72,12 @@ def is_applied(model: nn.Module) -> bool:
     return _find_runtime(model) is not None
 
 
+def is_placed(model: nn.Module) -> bool:
+    """Whether a plan is applied to this very module that divides no call of it."""
+    runtime = _find_runtime(model)
+    return runtime is not None and runtime.record.division is None
+
+
 def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     check_placements(plan.placements)
     tensors = named_tensors(model)

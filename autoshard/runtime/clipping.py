@@ -123,7 +123,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if isinstance(ranks, ProcessRanks | LocalRanks):
             if _is_looked_at(number):
                 _check_alike(model, cuts, ranks, given)
-            check_elementwise(optimizer, {id(one) for name, one in model.named_parameters() if name in cuts})
+            check_elementwise(optimizer, {id(one): name for name, one in model.named_parameters() if name in cuts})
     for model, record in list(_staged.items()):
         before = record.extras.pop("norm", None)
         if before:

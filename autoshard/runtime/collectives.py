@@ -28,7 +28,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from autoshard.errors import RankError, first_line
+from autoshard.errors import ApplyError, RankError, first_line
 from autoshard.plan.sharding import coordinates_of, kept, resized
 from autoshard.runtime.departed import Peers, find_gone, peers_of, said_of
 
@@ -218,6 +218,11 @@ class ProcessRanks:
 
     def __deepcopy__(self, memo: dict) -> "ProcessRanks":
         return self  # a copy of a cut model runs on the same ranks
+
+    def __reduce__(self) -> Any:
+        raise ApplyError(
+            "a model that is divided over processes can't be pickled. Call autoshard.save(model, directory)."
+        )
 
 
 def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:

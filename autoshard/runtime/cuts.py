@@ -313,6 +313,13 @@ class Arrive:
         if not isinstance(record.ranks, LocalRanks):
             return None
         devices = record.ranks.devices
+        name = next(iter(record.tensors), "")
+        tensor = named_tensors(module).get(name)
+        if isinstance(tensor, RankTensor) and tuple(part.device for part in tensor.parts) != tuple(devices):
+            raise ApplyError(
+                f"this model was moved after autoshard.apply: {name} is on {tensor.parts[0].device}, and it is cut "
+                f"over {', '.join(map(str, devices))}. Call autoshard.remove(model) before moving a model."
+            )
         if left := running():  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
         return _begin(module, devices, args, kwargs)

@@ -132,6 +132,15 @@ def is_applied(model: nn.Module) -> bool:
     return any(record is not None for record in records) or placing.is_applied(model)
 
 
+def check_whole(model: nn.Module) -> None:
+    """Raise `PlanError` for a model that can't be recorded as it was: its parameters or its calls are divided."""
+    if is_applied(model) and not placing.is_placed(model):
+        raise PlanError(
+            "a plan is applied to this model that divides its parameters or its batch, so another one can't be made. "
+            "Call autoshard.remove(model) before."
+        )
+
+
 def _check_belongs(model: nn.Module, plan: Plan) -> None:
     """Raise `PlanError` unless a plan is for this model as it is when nothing is applied to it."""
     stages, cuts = pipeline_record(model), cut_record(model)

@@ -200,7 +200,12 @@ class RootHook(Hook):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.runtime.check_moved()
-        return self.run(forward, args, kwargs)
+        try:
+            return self.run(forward, args, kwargs)
+        except RuntimeError as error:
+            if "same device" in str(error):
+                self.runtime.check_replaced(module)
+            raise
 
     def is_outermost(self) -> bool:
         """The root sends its outputs back wherever it is called."""

@@ -307,12 +307,13 @@ def run_op(func: Any, args: tuple, kwargs: dict, devices: tuple[torch.device, ..
     elif not devices or not _makes_tensor(func):
         return func(*args, **kwargs)
     written = _written(func, args, kwargs)
-    if any(not isinstance(tensor, RankTensor) for tensor in written):
-        raise ApplyError(
-            f"{func} writes what is cut over devices into a tensor of shape {list(written[0].shape)} that was made "
-            "outside of the model's forward. Let the model make it (a cache made in its first forward), or start one "
-            "process per rank."
-        )
+    for tensor in written:
+        if not isinstance(tensor, RankTensor):
+            raise ApplyError(
+                f"{func} writes what is cut over devices into a tensor of shape {list(tensor.shape)} that was made "
+                "outside of the model's forward: a cache, a parameter or state of an optimizer from before "
+                "autoshard.apply. Make it afterwards (a cache in the first forward), or start one process per rank."
+            )
     if _draws(func, args, kwargs):
         return _draw(func, args, kwargs, devices, found, written)
     results = [func(*_part(args, rank, devices), **_part(kwargs, rank, devices)) for rank in range(len(devices))]

@@ -195,6 +195,9 @@ def merge(part: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch
     if cut is None:
         return part.parts[0] if isinstance(part, RankTensor) else part
     where = layout(cut.axis, cut.shares)
+    ordinary = isinstance(ranks, LocalRanks) and not isinstance(part, RankTensor)
+    if ordinary or part.dim() <= cut.dim or part.shape[cut.dim] != len(where.kept[ranks.rank or 0]):
+        return part  # no part: code has put another tensor in its place, which all ranks have whole
     if not isinstance(part, RankTensor):
         order = torch.from_numpy(where.order).to(part.device)
         return ranks.gather(part, cut.dim, where, order).contiguous()

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
+from autoshard.common.module_paths import above
 from autoshard.errors import ApplyError
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
+from autoshard.runtime.devices import resolve_device
+from autoshard.runtime.moves import named_tensors
+from autoshard.runtime.resting import streamed_module
 from autoshard.runtime.streaming import Streams
 
 
@@ -108,6 +113,20 @@ class Runtime:
                 raise ApplyError(
                     f"this model was moved after autoshard.apply: {name} is on {tensor.device}, the plan put it on "
                     f"{device}. Call autoshard.remove(model) before moving a model, or apply the plan again."
+                )
+
+    def check_replaced(self, model: nn.Module) -> None:
+        """Raise `ApplyError` if a tensor is elsewhere than planned: it was added or replaced since apply."""
+        record = self.record
+        for name, tensor in named_tensors(model).items():
+            if streamed_module(name, record.streamed) is not None:
+                continue
+            home = next((record.homes[path] for path in above(name) if path in record.homes), record.homes[""])
+            device = record.devices[name] if name in record.devices else resolve_device(home)
+            if tensor.device != device:
+                raise ApplyError(
+                    f"{name} is on {tensor.device}, and its module is on {device}: it was added, replaced or tied "
+                    f"after autoshard.apply. Move it to {device}, or change the model before autoshard.apply."
                 )
 
     def end_run(self) -> None:

@@ -39,8 +39,11 @@ def plan_asked(
 
     `known`: the profile, where it was taken already.
     """
+    from autoshard.runtime.dispatch import check_whole
+
     settings["strategy"] = strategy_named(settings["strategy"])
     check_choices(**{name: settings[name] for name in ("strategy", "objective", "schedule")})
+    check_whole(model)
     cluster = cluster_for(devices, max_memory)
     chosen = chosen_for(
         model, inputs, workload or Workload(assumed=True), cluster, max_memory=max_memory, wishes=wishes, **settings

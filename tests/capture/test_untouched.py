@@ -184,3 +184,13 @@ def test_work_of_other_threads_is_refused(way):
         return
     with pytest.raises(CaptureError, match="another thread"):
         capture(Threaded(way), torch.ones(2, 4))
+
+
+def test_what_is_compiled_is_recorded_as_it_is_written():
+    made = []
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    compiled = torch.compile(model, backend=lambda graph, inputs: made.append(1) or graph)
+    model[0].compile(backend=lambda graph, inputs: made.append(1) or graph)
+    assert capture(compiled, torch.randn(2, 4), level="fake").ops and not made
+    compiled(torch.randn(2, 4))
+    assert made

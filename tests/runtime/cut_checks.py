@@ -1,11 +1,14 @@
 """What must hold of a cut model, on any kind of ranks. Run in one process, or on each of several."""
 
 import copy
+import pickle
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import autoshard
+from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
 from autoshard.plan.sharding import even_shares
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
@@ -41,6 +44,8 @@ def check_case(name, ranks, count=None, divide=even_shares):
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in parameters.items()}
     assert list(model.state_dict()) == list(before)
     assert_same_state(model.state_dict(), before)
+    with pytest.raises(ApplyError, match=r"can't be pickled. Call autoshard\.save"):
+        pickle.dumps(model)
     others = {name: value + 1 for name, value in before.items()}
     model.load_state_dict(others)
     assert_same_state(model.state_dict(), others)

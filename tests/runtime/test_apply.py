@@ -260,6 +260,19 @@ def test_moving_an_applied_model_is_answered_with_what_to_do():
         model(rows())
 
 
+def test_what_is_added_or_replaced_elsewhere_is_named():
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+    with autoshard.simulate("3x1MiB"):
+        autoshard.apply(model, autoshard.plan(model, ["cpu:0", "cpu:1"], inputs=rows(), pins={"1": "cpu:1"}))
+        model[1] = nn.Linear(D, D)
+        with pytest.raises(
+            ApplyError, match=r"1\.weight is on cpu, and its module is on cpu:1: it was added, replaced"
+        ):
+            model(rows())
+        model[1].to("cpu:1")
+        model(rows())
+
+
 def test_dtype_may_change_under_a_plan():
     original, model, x = build("tied"), build("tied"), rows()
     with autoshard.simulate("3x1MiB"), torch.no_grad():

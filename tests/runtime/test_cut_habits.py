@@ -201,6 +201,20 @@ def test_what_looks_at_whole_matrices_is_refused(name):
     optimizer.step(*([lambda: torch.zeros(())] if name == "directions" else []))
 
 
+def test_state_of_whole_parameters_is_refused():
+    """An optimizer made before the cut may have taken no step, or its state is of another shape."""
+    model, x = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), torch.randn(4, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    apply_cuts(model, [columns(32, 2, up="0", down="2")], LocalRanks.of(["cpu", "cpu"]))
+    model(x).square().mean().backward()
+    with pytest.raises(ApplyError, match=r"AdamW has state of the whole 0\.weight"):
+        optimizer.step()
+
+
 @pytest.fixture
 def frozen():
     hidden = gc.get_freeze_count()

@@ -19,6 +19,7 @@ from autoshard.runtime import apply_plan, remove
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running
+from autoshard.runtime.slices import CutTensor, merge
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, loss_of, make
 from tests.runtime.cut_models import columns, decoder_cuts, make_decoder, shard
 
@@ -321,6 +322,11 @@ def test_a_model_that_was_cut_in_inference_mode_is_trained_afterwards(name):
         apply_cuts(model, CASES[name].cuts(2), TWO)
         model(*CASES[name].inputs)
     loss_of(model(*CASES[name].inputs)).backward()
+
+
+def test_what_was_put_in_the_place_of_a_part_is_not_put_together():
+    whole = torch.ones(6, 4)
+    assert torch.equal(merge(whole, CutTensor(dim=0, axis="*4", shares=(2, 2)), TWO), whole)
 
 
 def test_sums_have_the_dtype_of_their_layer():

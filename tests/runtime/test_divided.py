@@ -215,6 +215,13 @@ def test_copies_of_the_model_have_parts_of_their_own(how, devices):
         close(other(**inputs)["logits"], original(**inputs)["logits"])
 
 
+@BOTH
+def test_no_other_plan_is_made_of_a_divided_model(how, devices):
+    model, _ = divided(how, words(), sentences())
+    with pytest.raises(PlanError, match=r"autoshard\.remove\(model\)"):
+        autoshard.plan(model, devices, inputs=sentences())
+
+
 def test_pickled_models_run_in_parts_too():
     model, inputs = words(), sentences()
     plan = pipeline(model, inputs, recompute=True)
