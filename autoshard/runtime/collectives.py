@@ -14,8 +14,7 @@ the sum over ranks. That alone says what each function does in backward:
     leave    nothing            rank 0 has the gradient, the others zero: every rank computed the same
     gather   all parts          this rank's part; of what all ranks keep, rank 0 has the gradient and the others zero
 
-A backward is made of these functions, too, so that gradients of gradients are right: what backward is given is the same
-on all ranks, so it enters.
+Backwards are made of these functions, for gradients of gradients: what they are given is the same on all, so it enters.
 """
 
 import weakref
