@@ -198,11 +198,10 @@ def check_left(question: Question, batch: BatchAxis, recorded: RecordedSamples) 
     """Refuse what a second call, or a part, would find other than the first one did. Raises `Mixed`."""
     model, training = question.model, question.workload.training
     graph, left = recorded.graph, recorded.left
-    given = {*graph.inputs, *(tensor.value for tensor in graph.tensors)}
     for place, value in left.tensors.items():
         made, ancestors = graph.values[value].op >= 0, _ancestors(graph, value)
-        is_table = given.isdisjoint(ancestors)  # of numbers in the code alone: each part makes the same one
-        if training and made and graph.values[value].dtype.is_floating_point and not is_table:
+        of_rows = not ancestors.isdisjoint(graph.inputs)  # else of weights or numbers: each part makes the same one
+        if training and made and graph.values[value].dtype.is_floating_point and of_rows:
             raise left_by_parts(place, model)
         if made and left.before.get(place) in ancestors:
             raise Mixed(f"{_named(place, model)} is made of itself in every forward, so a second call gives another")

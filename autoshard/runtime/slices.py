@@ -194,6 +194,8 @@ def merge(part: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: torch
         return repacked(part, lambda stored: merge(stored, None, ranks, device))
     if cut is None:
         return part.parts[0] if isinstance(part, RankTensor) else part
+    if part.layout is torch.sparse_coo:  # a gradient of an embedding
+        return merge(part.to_dense(), cut, ranks, device).to_sparse()
     where = layout(cut.axis, cut.shares)
     ordinary = isinstance(ranks, LocalRanks) and not isinstance(part, RankTensor)
     if ordinary or part.dim() <= cut.dim or part.shape[cut.dim] != len(where.kept[ranks.rank or 0]):

@@ -209,6 +209,19 @@ class BagsOfWords(nn.Module):
 
 
 @divided(rows, uneven, training=True)
+class WeightOfParameters(Stack):
+    """Every forward leaves a weight that is made of parameters alone, as `torch.nn.utils.weight_norm` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.direction = nn.Parameter(torch.ones(WIDTH, 1)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def between(self, x):
+        self.weight = self.scale * F.normalize(self.direction)
+        return x @ self.weight
+
+
+@divided(rows, uneven, training=True)
 class MeanSquare(Stack):
     """A loss that is the mean over all numbers, with an output beside it."""
 
