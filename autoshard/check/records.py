@@ -200,8 +200,9 @@ def check_left(question: Question, batch: BatchAxis, recorded: RecordedSamples) 
     graph, left = recorded.graph, recorded.left
     for place, value in left.tensors.items():
         made, ancestors = graph.values[value].op >= 0, _ancestors(graph, value)
-        of_rows = not ancestors.isdisjoint(graph.inputs)  # else of weights or numbers: each part makes the same one
-        if training and made and graph.values[value].dtype.is_floating_point and of_rows:
+        # Of numbers in the code alone, or of parameters where there was one before: each part makes the same one.
+        given = graph.inputs if place in left.before else (*graph.inputs, *(tensor.value for tensor in graph.tensors))
+        if training and made and graph.values[value].dtype.is_floating_point and not ancestors.isdisjoint(given):
             raise left_by_parts(place, model)
         if made and left.before.get(place) in ancestors:
             raise Mixed(f"{_named(place, model)} is made of itself in every forward, so a second call gives another")

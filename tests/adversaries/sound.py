@@ -215,6 +215,7 @@ class WeightOfParameters(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.direction = nn.Parameter(torch.ones(WIDTH, 1)), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.weight = self.direction.detach()
 
     def between(self, x):
         self.weight = self.scale * F.normalize(self.direction)
