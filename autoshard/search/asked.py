@@ -86,7 +86,8 @@ def measured_for(model: nn.Module, inputs: Any, workload: Workload | None, known
 def cluster_for(devices: "Devices | Plan", max_memory: "Mapping[Any, Size] | None" = None) -> "Cluster":
     """Return the devices that are meant, or that a plan has, with the links between processes where some run.
 
-    With "auto" and `max_memory` they are those that it lists.
+    With "auto" and `max_memory` they are those that it lists. With "auto" where several processes run and torch sees no
+    accelerator, each process is a device, with an equal part of the memory.
     """
     from autoshard.cluster.parse import cluster_of, parse_devices
     from autoshard.runtime.collectives import count_processes
@@ -94,7 +95,10 @@ def cluster_for(devices: "Devices | Plan", max_memory: "Mapping[Any, Size] | Non
     if max_memory and isinstance(devices, str) and devices == "auto":
         devices = max_memory
     cluster = cluster_of(devices.devices) if isinstance(devices, Plan) else parse_devices(devices)
-    return cluster.between_processes() if count_processes() > 1 else cluster
+    count = count_processes()
+    if count > 1 and devices == "auto" and [device.name for device in cluster.devices] == ["cpu"]:
+        cluster = parse_devices({f"cpu:{rank}": cluster.devices[0].memory_bytes // count for rank in range(count)})
+    return cluster.between_processes() if count > 1 else cluster
 
 
 def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | None) -> None:
