@@ -200,7 +200,7 @@ def apply(
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
-        settings |= {"assume_independent_rows": assume_independent_rows, "launch": "one-process"}
+        settings |= {"assume_independent_rows": assume_independent_rows, "launch": _launched()}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
         plan = completed(model, plan, inputs)
     if not check_first_batch:
@@ -296,7 +296,7 @@ def load(
             unfilled.model, devices, inputs, workload,
             strategy=strategy, objective=objective, max_memory=max_memory, pins=pins, in_memory=in_memory,
             num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
-            wishes={"launch": "one-process"},
+            wishes={"launch": _launched()},
         )  # fmt: skip
     if isinstance(plan, Plan):
         plan = completed(unfilled.model, plan, inputs)
@@ -304,6 +304,13 @@ def load(
         return fill(unfilled, plan, progress, mapped=mapped)
     with shown_progress("loading", progress):
         return fill(unfilled, plan, functools.partial(tell, "bytes"), mapped=mapped)
+
+
+def _launched() -> "Launch | None":
+    """What is planned for where a plan is applied at once: the processes that run, else this one."""
+    from autoshard.runtime.collectives import count_processes
+
+    return None if count_processes() > 1 else "one-process"
 
 
 def _is_for_cpu_alone(model: nn.Module, devices: Any, max_memory: "Mapping[Any, Size] | None") -> bool:
