@@ -31,6 +31,8 @@ from autoshard.runtime.moves import named_tensors
 
 _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
+_WRAPPED = "_orig_mod"
+"""The module in what `torch.compile(module)` returns, whose forward is a function of it, too."""
 
 
 def check_replicable(model: nn.Module) -> None:
@@ -88,6 +90,8 @@ def replica_of(model: nn.Module, device: torch.device) -> nn.Module:
         if isinstance(around, Around):  # of the plan; the replica has what the module had
             around = around.own
         own |= {} if around is None else {"forward": around}
+        if _WRAPPED in module._modules:
+            own["forward"] = shells[id(module._modules[_WRAPPED])].__call__
         vars(shells[id(module)]).update({name: _counterpart(own[name], device, tensors, shells) for name in own})
     return shells[id(model)]
 

@@ -222,6 +222,16 @@ def test_no_other_plan_is_made_of_a_divided_model(how, devices):
         autoshard.plan(model, devices, inputs=sentences())
 
 
+def test_replicas_of_what_torch_compile_returns(devices):
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(8, 6)
+    expected, compiled = model(x), torch.compile(model, backend="eager")
+    plan = autoshard.plan(compiled, devices, inputs=x, strategy="data-parallel", objective="throughput")
+    autoshard.apply(compiled, plan)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "autoshard")  # it runs divided
+        close(compiled(x), expected)
+
+
 def test_pickled_models_run_in_parts_too():
     model, inputs = words(), sentences()
     plan = pipeline(model, inputs, recompute=True)
