@@ -227,9 +227,9 @@ def give(tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
     """Spread an input of the model, with the way back of its gradient."""
     if isinstance(tensor, RankTensor):
         return tensor
-    if tensor.requires_grad and torch.is_grad_enabled():
-        return _Spread.apply(tensor, tuple(devices))
-    return spread(tensor, devices)
+    dual = torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # `_Spread` refuses it
+    tracked = dual or (tensor.requires_grad and torch.is_grad_enabled())
+    return _Spread.apply(tensor, tuple(devices)) if tracked else spread(tensor, devices)
 
 
 def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:

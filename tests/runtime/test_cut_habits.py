@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import autoshard
 from autoshard.errors import ApplyError
@@ -245,3 +246,13 @@ def test_a_module_that_is_gone_but_for_a_cycle_does_not_count(frozen):
     frozen()
     del outside
     check_not_shared(inside, {"weight": inside.weight})
+
+
+def test_forward_mode_derivatives_are_refused():
+    model = nn.Sequential(Block(), Block())
+    inputs = torch.randn(2, 8)
+    plan = autoshard.plan(model, DEVICES, inputs=inputs, strategy="column-parallel", objective="memory")
+    assert plan.cuts
+    autoshard.apply(model, plan)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
+        model(forward_ad.make_dual(inputs, torch.randn(2, 8)))
