@@ -72,25 +72,26 @@ class CutChecks:
         """The cut of a group with the integers that are smaller on a rank, or why there is none."""
         key = group.index, shares
         if key not in self._cuts:
-            hooked = self._hooked(group)
-            if self._graph.level == "real":
-                self._cuts[key] = Refusal(
-                    reason="ranks are followed without values, and values decide what the model does: "
-                    f"{next(iter(self._graph.notes), 'it was captured with them')}"
-                )
-            elif hooked:
-                self._cuts[key] = Refusal(
-                    reason=f"{hooked} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), "
-                    "of which a rank has a part"
-                )
-            elif varying := self._varying(group):
-                self._cuts[key] = Refusal(
-                    reason=f"{varying} picks elements by their values, so how often it calls functions is known for "
-                    "one input only. Experts that are modules of their own can be cut"
-                )
-            else:
-                self._cuts[key] = self._with_sizes(group, shares)
+            reason = self._reason_against(group)
+            self._cuts[key] = Refusal(reason=reason) if reason else self._with_sizes(group, shares)
         return self._cuts[key]
+
+    def _reason_against(self, group: AxisGroup) -> str:
+        """Why a group can't be cut in any shares, "" if nothing is known against it."""
+        if self._graph.level == "real":
+            why = next(iter(self._graph.notes), "it was captured with them")
+            return f"ranks are followed without values, and values decide what the model does: {why}"
+        if hooked := self._hooked(group):
+            return (
+                f"{hooked} has a hook on its gradient (register_hook, register_post_accumulate_grad_hook), "
+                "of which a rank has a part"
+            )
+        if varying := self._varying(group):
+            return (
+                f"{varying} picks elements by their values, so how often it calls functions is known for one input "
+                "only. Experts that are modules of their own can be cut"
+            )
+        return ""
 
     def _hooked(self, group: AxisGroup) -> str:
         """A parameter of which ranks get parts of the gradient while a hook of the user's expects all of it."""
@@ -127,10 +128,10 @@ class CutChecks:
         if path not in self._blocks:
             self._blocks[path] = on_meta(self._model.get_submodule(path))
         sizes: Sizes = {}
+        invent = self._graph.level == "invented"
         calls = [call for call in self._graph.calls if call.path == path]
         for call, given in zip(calls, self._calls[path], strict=False):
             sites = sites_of(self._graph, group.walk, call, group.leaf)
-            invent = self._graph.level == "invented"
             sizes = find_sizes(self._blocks[path], given, cut, sites, group.leaf, sizes, invent)
         return sizes
 

@@ -74,8 +74,8 @@ class StageMemory:
         self.gradients = ~rows.copied & (_among(rows.storage, gradients) | ((kind == 0) & stays))
         self.arriving = _rows_of(moves, lambda copy: copy.reason == "output")
         # One copy of a parameter is enough for all micro-batches.
-        self.lent = rows.copied & ((kind == 1) | _rows_of(moves, lambda copy: copy.kept))
-        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~self.lent
+        self.shared_copies = rows.copied & ((kind == 1) | _rows_of(moves, lambda copy: copy.kept))
+        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~self.shared_copies
         storages = {graph.values[value].storage for value in graph.outputs}
         self.outputs = _among(rows.storage, storages) & ~rows.copied & (kind == 0) & (rows.born < begin)
         saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
@@ -129,7 +129,7 @@ class StageMemory:
         later = np.maximum(live + being_made, np.minimum(live, np.append(live[1:], 0)) + 2 * being_made)
         return replace(
             found,
-            parameter=found.parameter + total(self.lent),
+            parameter=found.parameter + total(self.shared_copies),
             forward=int(live[:begin].max(initial=0)),
             kept=total(kept),
             first_backward=int((live + made)[begin:].max(initial=0)),
