@@ -9,7 +9,6 @@ Parts (choose some with --only):
     memory    eight models, inference and training: predicted bytes against those that the allocator counted
     kernels   matrix products and attention: predicted seconds against measured ones
     runs      a decoder's prompt, its tokens (op by op, and compiled with CUDA graphs), a training step
-    hooks     seconds of a forward with hooks over those without
     links     bytes per second between host and GPU, pinned and not, against what is assumed
 
 Each row has a predicted and a measured figure and their ratio; rows of "equal" have an error. Times are medians of
@@ -383,28 +382,7 @@ def _estimated(machine: Machine, model: nn.Module, workload: autoshard.Workload,
     return autoshard.estimate(plan, autoshard.profile(model, workload=workload), machine.cluster)
 
 
-# ---- hooks and links
-
-
-def hooks(machine: Machine) -> Iterator[Row]:
-    """A forward of 32 small layers: plain, with a hook at its root, and with one at every layer; alternating."""
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=172, num_hidden_layers=32, num_attention_heads=4
-    )
-    plain, root, every = (transformers.LlamaForCausalLM(config).eval().to(machine.home) for _ in range(3))
-    autoshard.apply(root, {"": machine.home})
-    autoshard.apply(every, halves(32, machine.home, machine.home))
-    inputs = {"input_ids": torch.arange(16, device=machine.home).reshape(1, 16), "use_cache": False}
-    times: dict[str, list[float]] = {"one hook": [], "a hook per layer": []}
-    base: list[float] = []
-    with torch.no_grad():
-        for _ in range(REPEATS if machine.real else 3):
-            base.append(machine.seconds(lambda: plain(**inputs), 1))
-            for name, model in zip(times, (root, every), strict=True):
-                times[name].append(machine.seconds(lambda model=model: model(**inputs), 1))
-    for name, found in times.items():
-        ratio = statistics.median(one / other for one, other in zip(found, base, strict=True))
-        yield Row(part="hooks", case=name, unit="times a plain forward", predicted=1.0, measured=ratio)
+# ---- links
 
 
 def links(machine: Machine) -> Iterator[Row]:
@@ -426,7 +404,7 @@ def links(machine: Machine) -> Iterator[Row]:
 
 
 PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
-    "equal": equal, "memory": memory, "kernels": kernels, "runs": runs, "hooks": hooks, "links": links,
+    "equal": equal, "memory": memory, "kernels": kernels, "runs": runs, "links": links,
 }  # fmt: skip
 
 

@@ -92,7 +92,8 @@ def run_here(way: str, folder: Path) -> dict[str, float]:
 
 
 def set_cache(folder: Path, cold: bool) -> None:
-    for file in folder.glob("*.safetensors"):
+    """Drop all files of a folder from the page cache, or read them into it."""
+    for file in folder.iterdir():
         with open(file, "rb", buffering=0) as opened:
             if cold:
                 os.fsync(opened.fileno())

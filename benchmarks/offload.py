@@ -1,6 +1,6 @@
 """What a pass costs when the layers are on disk: against everything in memory, plain reads, and Accelerate.
 
-    python benchmarks/offload.py [--rounds N] [--layers N] [--width N] [--tokens N] [--directory DIR] [--quick]
+    python benchmarks/offload.py [--rounds N] [--layers N] [--tokens N] [--directory DIR] [--quick]
 
 A bf16 decoder (22 layers, 1.1 billion parameters) with random weights is saved once as safetensors. Then, in one
 process and alternating, passes of some tokens over
@@ -30,23 +30,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import accelerate
 import torch
 import transformers
+from loading import make_checkpoint, set_cache
 
 import autoshard
 from autoshard.plan import Plan
 
 CHUNK_BYTES, READERS = 4 << 20, 4
 OTHERS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
-
-
-def make_checkpoint(directory: Path, layers: int, width: int) -> None:
-    """Save a random decoder, unless it is there."""
-    if (directory / "config.json").exists():
-        return
-    config = transformers.LlamaConfig(
-        vocab_size=32000, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
-        num_attention_heads=width // 64, num_key_value_heads=max(width // 512, 1), dtype="bfloat16",
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
 
 
 def streamed(directory: Path, layers: list[str]) -> torch.nn.Module:
@@ -84,16 +74,6 @@ def read_all(directory: Path) -> Callable[[], None]:
     return lambda: list(threads.map(read_one, parts)) and None
 
 
-def forget(*directories: Path | str) -> None:
-    """Empty the page cache of all files in directories."""
-    for directory in directories:
-        for path in Path(directory).iterdir():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
-
-
 def report(times: dict[str, list[float]]) -> None:
     middle = {name: statistics.median(found) for name, found in times.items()}
     for name, found in times.items():
@@ -106,16 +86,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="at least 2")
     parser.add_argument("--layers", type=int, default=22)
-    parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "autoshard-offload")
     parser.add_argument("--quick", action="store_true", help="without Accelerate")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    directory = options.directory / f"{options.layers}x{options.width}"
-    directory.mkdir(parents=True, exist_ok=True)
-    make_checkpoint(directory, options.layers, options.width)
-    forget(directory)  # who has just written a file has it in memory in small pages
+    directory = options.directory / str(options.layers)
+    if not directory.exists():
+        make_checkpoint(directory, options.layers)
+    set_cache(directory, cold=True)  # who has just written a file has it in memory in small pages
     ids = torch.arange(options.tokens)[None]
 
     @torch.no_grad()
@@ -140,7 +119,8 @@ def main() -> None:
         for _ in range(options.rounds):
             for name, call in cases.items():
                 if name.endswith("cold"):
-                    forget(directory, scratch)
+                    set_cache(directory, cold=True)
+                    set_cache(Path(scratch), cold=True)
                 elif name.endswith("warm"):
                     read()
                 start = time.perf_counter()

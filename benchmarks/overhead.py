@@ -7,9 +7,7 @@ both names are the plain CPU, so nothing is copied and what is measured is what 
 dispatch_model runs on the same maps. Prints medians with quartiles, ratios to the plain model, and microseconds per
 call of a wrapped module.
 
-Two controls run beside them, on the same modules, to say what such a split costs at least: "empty hooks" has a hook of
-torch that does nothing on every module that autoshard wraps, and "by hand" is what a user writes: the layers of the
-second half send their arguments to their device with `.to()`.
+A control says what hooks cost at least: "empty hooks" has one that does nothing on every module that autoshard wraps.
 """
 
 import os
@@ -17,14 +15,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import accelerate
 import torch
 import transformers
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from autoshard.plan import Plan
 from autoshard.runtime import apply_plan
@@ -47,35 +43,6 @@ def two_devices(model: torch.nn.Module) -> dict[str, str]:
     placement = {name: "cpu:0" for name in names if name in ("model.embed_tokens", "model.rotary_emb")}
     placement |= {f"model.layers.{i}": "cpu:0" if i < LAYERS // 2 else "cpu:1" for i in range(LAYERS)}
     return placement | {"model.norm": "cpu:1", "lm_head": "cpu:1"}
-
-
-class MovedLayer(LlamaDecoderLayer):
-    """A layer of the second half, split by hand: what comes from the first device is sent to its own."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        *,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **options: Any,
-    ) -> torch.Tensor:
-        device = self.input_layernorm.weight.device
-        return super().forward(
-            hidden_states.to(device),
-            attention_mask=None if attention_mask is None else attention_mask.to(device),
-            position_ids=None if position_ids is None else position_ids.to(device),
-            position_embeddings=position_embeddings and tuple(table.to(device) for table in position_embeddings),
-            **options,
-        )
-
-
-def by_hand(model: Any) -> torch.nn.Module:
-    """Split a decoder in its second half as users do, in the forward of its layers."""
-    for layer in model.model.layers[LAYERS // 2 :]:
-        layer.__class__ = MovedLayer
-    return model
 
 
 def empty_hooks(model: torch.nn.Module) -> torch.nn.Module:
@@ -116,7 +83,6 @@ def main() -> None:
     apply_plan(models["one device"], Plan.from_device_map({"": "cpu:0"}))
     apply_plan(models["two devices"], Plan.from_device_map(two_devices(models["two devices"])))
     models["empty hooks"] = empty_hooks(decoder())
-    models["by hand"] = by_hand(decoder())
     models["accelerate, one"] = accelerate.dispatch_model(decoder(), {"": "cpu"}, force_hooks=True)
     cpu_map = dict.fromkeys(two_devices(models["plain"]), "cpu")
     models["accelerate, two"] = accelerate.dispatch_model(decoder(), cpu_map, main_device="cpu", force_hooks=True)

@@ -30,5 +30,5 @@ def test_ways_are_equal_memory_is_predicted_and_times_are_measured(gpu):
     equal, memory = rows_of(gpu, "equal"), rows_of(gpu, "memory")
     assert len(equal) == 6 and not any(row.failed for row in equal) and max(row.error for row in equal) < 1e-5
     assert len(memory) == 32 and all(row.ratio == pytest.approx(1, abs=0.01) for row in memory)
-    times = rows_of(gpu, "kernels", "runs", "hooks", "links")
+    times = rows_of(gpu, "kernels", "runs", "links")
     assert not any(row.failed for row in times) and all(row.measured > 0 and row.predicted > 0 for row in times)
