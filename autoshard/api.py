@@ -196,13 +196,13 @@ def apply(
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
             refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
-        plan = completed(model, plan, inputs)
+        plan = completed(model, plan, inputs, assume_independent_rows=assume_independent_rows)
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}
         settings |= {"num_microbatches": num_microbatches, "schedule": schedule}
         settings |= {"assume_independent_rows": assume_independent_rows, "launch": _launched()}
         plan = _plan(model, plan, inputs=inputs, max_memory=max_memory, pins=pins, **settings)
-        plan = completed(model, plan, inputs)
+        plan = completed(model, plan, inputs, assume_independent_rows=assume_independent_rows)
     if not check_first_batch:
         return apply_plan(model, plan)
     from autoshard.verify.first_batch import check_at_first_call, refuse_unless_checkable
@@ -299,7 +299,7 @@ def load(
             wishes={"launch": _launched()},
         )  # fmt: skip
     if isinstance(plan, Plan):
-        plan = completed(unfilled.model, plan, inputs)
+        plan = completed(unfilled.model, plan, inputs, assume_independent_rows=assume_independent_rows)
     if callable(progress):
         return fill(unfilled, plan, progress, mapped=mapped)
     with shown_progress("loading", progress):

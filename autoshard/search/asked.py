@@ -9,6 +9,7 @@ from torch import nn
 from autoshard.common.collector import no_collection
 from autoshard.errors import SpecError
 from autoshard.plan import Plan
+from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import check_choices, strategy_named
 from autoshard.plan.workload import Workload
 from autoshard.search.planning import plan_measured
@@ -117,8 +118,11 @@ def _check_measured(profile: "Profile", model: nn.Module, workload: Workload | N
         )
 
 
-def completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
-    """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided."""
+def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_rows: bool = False) -> Plan:
+    """A plan with what is found by its processes, if it was made before they ran: cuts, and how a batch is divided.
+
+    `assume_independent_rows`: divide the batch on the user's word, as where the plan itself was made so.
+    """
     from autoshard.runtime import launched
 
     cut, spread, long = (launched.is_divided_here(plan, degree) for degree in ("tp", "ep", "cp"))
@@ -142,7 +146,9 @@ def completed(model: nn.Module, plan: Plan, inputs: Any) -> Plan:
 
         if plan.workload.training:
             launched.check_stored(model, plan)
-        plan = launched.with_batch(plan, find_batch_axis(model, inputs, plan.workload))
+        assumed = assume_independent_rows or ASSUMED in plan.reasons
+        batch = find_batch_axis(model, inputs, plan.workload, assume_independent_rows=assumed)
+        plan = launched.with_batch(plan, replace(batch, assumed=assumed))
     if cut:
         assert plan.mesh is not None
         found = plan_measured(

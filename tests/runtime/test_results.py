@@ -1,6 +1,7 @@
 """What a cut model gives beside what it gave when the plan was made: the same on all ranks, or refused."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from torch import nn
 import autoshard
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
+from autoshard.plan import Mesh
 from autoshard.runtime.outsiders import Dense
+from tests.pipelines.plans import plan_of
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
@@ -91,6 +94,38 @@ def check_asked():
 def test_what_was_not_planned_is_compared():
     """Between processes: `test_cuts.test_two_ranks`."""
     check_asked()
+
+
+def plan_of_maps():
+    """Two blocks in a stage each, both cut; nobody has asked for their maps."""
+    torch.manual_seed(0)
+    model, inputs = Model(), {"x": torch.randn(2, 6, 16)}
+    found = planned(model)
+    cuts = tuple(cut for cut in found.cuts if "" not in cut.blocks)  # those of the whole model are in several stages
+    assert cuts
+    stages = [["inner.blocks.0"], ["inner.blocks.1", "inner.last", "head"]]
+    plan = plan_of(model, stages, 2, inputs, parts=1, mesh=Mesh(pp=2, tp=2), cuts=cuts)
+    return replace(plan, results=tuple(replace(row, parts=()) for row in found.results)).to_json()
+
+
+@torch.no_grad()
+def ask_for_maps(text):
+    """What was not planned is compared between ranks of a stage: four in `test_launched_stages`."""
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(2, 6, 16)
+    whole = copy.deepcopy(model.eval())
+    autoshard.apply(model, autoshard.Plan.from_json(text))
+    with pytest.raises(PlanError):
+        autoshard.schedule(model).eval(x=x, maps=True)
+    for called in (model, model.inner, model.inner.blocks[0]):
+        with pytest.raises(ApplyError, match=r"autoshard\.schedule\(model\)\.eval"):
+            called(x)
+    autoshard.apply(model, replace(autoshard.Plan.from_json(text), batch=None))
+    found = autoshard.schedule(model).eval(x)
+    if found is not None:
+        torch.testing.assert_close(found, whole(x), rtol=1e-5, atol=1e-5)
+    with pytest.raises(PlanError, match="it shares more with its caller"):
+        autoshard.schedule(model).eval(x, maps=True)
 
 
 def test_what_was_planned_is_whole():
