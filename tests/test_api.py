@@ -10,18 +10,9 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError, PlanError, SpecError
-from autoshard.search.asked import is_device_map
+from tests.blocks import Block
 
 KIB = 1024
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
 
 
 @pytest.fixture
@@ -125,22 +116,6 @@ def test_what_is_refused(model):
     plan = autoshard.plan(model, "cpu=1GiB", inputs=X)
     with pytest.raises(autoshard.AutoshardError):
         autoshard.apply(other, plan)
-
-
-@pytest.mark.parametrize(
-    ("value", "answer"),
-    [
-        ({"": 0}, True),
-        ({"model.layers.0": "cuda:0", "lm_head": "cpu"}, True),
-        ({"cuda:0": "20GiB", "cpu": "60GiB"}, False),
-        ({0: "20GiB", 1: "20GiB"}, False),
-        ({}, False),
-        ("8xH100", False),
-        (["cuda:0"], False),
-    ],
-)
-def test_device_maps_are_told_from_devices(value, answer):
-    assert is_device_map(value) is answer
 
 
 def test_only_public_names_are_listed():

@@ -13,18 +13,10 @@ from autoshard.cli.main import app
 from autoshard.cluster.parse import cluster_of
 from autoshard.errors import SpecError
 from autoshard.report.explanation import explain
+from tests.blocks import Block
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
 from tests.models.hf import SMALL, build
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
 
 
 @pytest.fixture(scope="module")

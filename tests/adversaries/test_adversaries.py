@@ -143,14 +143,6 @@ def _all() -> list[Any]:
     ]
 
 
-def _refused() -> list[Any]:
-    return [
-        pytest.param(case, strategy, id=f"{name}, {strategy}", marks=_slow(name, strategy, pin))
-        for name, case, strategy, pin in _pins()
-        if pin.startswith(("refused", "late"))
-    ]
-
-
 def _wrong(pin: str) -> list[pytest.MarkDecorator]:
     kind, _, reason = pin.partition(": ")
     raises = {"wrong": Difference, "lost": (AssertionError, autoshard.AutoshardError)}.get(kind)
@@ -173,15 +165,11 @@ def _sound() -> list[Any]:
 
 @pytest.mark.parametrize(("case", "strategy", "pin"), _all())
 def test_equal_or_refused(case: Adversary, strategy: str, pin: str) -> None:
+    """A refusal says where, and what works."""
     found = outcome(case, strategy)
     kind, _, part = ("equal", "", "") if pin.startswith("lost") else pin.partition(": ")
     assert (found.kind, part in found.message) == (kind, True), f"{found.kind}: {found.message}"
-
-
-@pytest.mark.parametrize(("case", "strategy"), _refused())
-def test_refusal_says_where_and_what_works(case: Adversary, strategy: str) -> None:
-    message = outcome(case, strategy).message
-    assert not unhelpful(case.build, case.inputs(), message), message
+    assert kind not in ("refused", "late") or not unhelpful(case.build, case.inputs(), found.message), found.message
 
 
 @pytest.mark.parametrize(("case", "strategy"), _sound())

@@ -11,10 +11,6 @@ from tests.replay import replay
 aten = torch.ops.aten
 
 
-def ops_of(graph, target):
-    return [op for op in graph.ops if op.target is target]
-
-
 def check_forward(model, inputs):
     """Capture, then compare replay and peak with the model itself."""
     graph = capture(model, inputs)

@@ -66,28 +66,6 @@ class Decoder(nn.Module):
         return found
 
 
-class Experts(nn.Module):
-    """Each token goes to one expert: sorted by expert, or first come, first served with room for `capacity`."""
-
-    def __init__(self, capacity: int | None = None) -> None:
-        super().__init__()
-        self.capacity = capacity
-        self.router = nn.Linear(8, 4)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def forward(self, x):
-        tokens = x.reshape(-1, 8)
-        weight, chosen = self.router(tokens).softmax(-1).max(-1)
-        if self.capacity is not None:
-            place = F.one_hot(chosen, 4).cumsum(0).gather(1, chosen[:, None])[:, 0]
-            weight = weight * (place <= self.capacity)
-        made = torch.zeros_like(tokens)
-        for index, expert in enumerate(self.experts):
-            (which,) = torch.where(chosen == index)
-            made.index_add_(0, which, expert(tokens[which]) * weight[which, None])
-        return made.view_as(x)
-
-
 class Statistics(nn.Module):
     """Writes a mean of its rows into a buffer."""
 

@@ -54,17 +54,6 @@ class Dropped(nn.Module):
         return F.dropout(self.b(self.c(F.silu(self.a(x)))), 0.3, self.training)
 
 
-class Sharp(nn.Module):
-    """Its rounding grows far beyond that of ordinary blocks."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.sin(2e4 * self.b(torch.tanh(self.a(x))))
-
-
 class Peeking(nn.Module):
     """What one layer adds to its sum is read by other code as well."""
 
@@ -91,19 +80,6 @@ class Partly(nn.Module):
         return self.back(F.silu(own) * self.mix(common).sigmoid())
 
 
-class Normed(nn.Module):
-    """Divides by a size that it reads from a shape: a cut of that size would change the result without any error."""
-
-    def __init__(self, width: int = 24) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(x)
-        return self.down(y.relu() / y.shape[-1])
-
-
 class Measuring(nn.Module):
     """Attention that reads sizes from whole tensors: with fewer heads its own heads would be wider."""
 
@@ -118,20 +94,6 @@ class Measuring(nn.Module):
         q, k, v = (part.view(shape).transpose(1, 2) for part in self.all(x).split(self.width, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).reshape(rows, length, width))
-
-
-class HeadNorm(nn.Module):
-    """A norm of each head, in single precision whatever it is given: casts that do nothing to what is so already."""
-
-    def __init__(self, width: int = 24, heads: int = 4) -> None:
-        super().__init__()
-        self.heads, self.scale = heads, nn.Parameter(torch.rand(width // heads))
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.up(x).unflatten(-1, (self.heads, -1))
-        y = y.float() * y.float().pow(2).mean(-1, keepdim=True).rsqrt() * self.scale.float()
-        return self.down(y.type_as(x).flatten(-2))
 
 
 class Alike(nn.Module):
@@ -189,20 +151,6 @@ class Stack(nn.Module):
         return x
 
 
-class Staged(nn.Module):
-    """Blocks in lists of a list; only the blocks are called."""
-
-    def __init__(self, kind: type[nn.Module], stages: int = 2) -> None:
-        super().__init__()
-        self.stages = nn.ModuleList(nn.ModuleList([kind(), kind()]) for _ in range(stages))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for stage in self.stages:
-            for block in stage:
-                x = x + block(x)
-        return x
-
-
 class Rescaled(Stack):
     """Its own code scales weights inside of its blocks, once."""
 
@@ -215,15 +163,3 @@ class Rescaled(Stack):
                     block.d.weight.div_(2**depth)
             self.ready = True
         return super().forward(x)
-
-
-class Tied(Stack):
-    """Words in and words out by one table."""
-
-    def __init__(self, kind: type[nn.Module], count: int = 2, words: int = 60) -> None:
-        super().__init__(kind, count)
-        self.embed, self.head = nn.Embedding(words, 24), nn.Linear(24, words, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(super().forward(self.embed(ids)))

@@ -12,8 +12,6 @@ from safetensors.torch import save_file
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.errors import CheckpointError
 
-TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(7), "empty": torch.zeros(0, 4)}
-
 
 def write(file: Path, header: object, data: bytes = b"") -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()

@@ -14,13 +14,12 @@ from autoshard.checkpoint.data import Checkpoint, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.traced import traced
-from autoshard.errors import ApplyError, CheckpointError, RankError
+from autoshard.errors import ApplyError, CheckpointError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import named_tensors, tied_groups
-from tests.ranks import run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, make
 
 
@@ -113,36 +112,6 @@ def check_cut_model(model: nn.Module, original: nn.Module, name: str) -> None:
     assert {tensor.device for tensor in named_tensors(model).values()} == {torch.device("cpu")}
     for key, value in model.state_dict().items():
         assert torch.equal(value, original.state_dict()[key]), key
-
-
-def cut_over_processes(path, count):
-    read = []
-    for name in ("perceptron", "attention", "words"):
-        original = make(name)
-        checkpoint, sources = opened(path / name)
-        model = on_meta(original)
-        report = load_applied(model, cut_plan(name, count), checkpoint, sources)
-        assert report.bytes_read == sum(parameter.nbytes for parameter in model.parameters())
-        read.append(report.bytes_read / bytes_of(checkpoint))
-        check_cut_model(model, original, name)
-    # one process can't read its part: all raise, and the model is as it was
-    rank = torch.distributed.get_rank()
-    checkpoint, sources = opened(path / "perceptron")
-    if rank == 1:
-        sources.pop("blocks.1.down.bias")
-    model = on_meta(make("perceptron"))
-    with pytest.raises(CheckpointError if rank == 1 else RankError, match=r"blocks\.1\.down\.bias"):
-        load_applied(model, cut_plan("perceptron", count), checkpoint, sources)
-    assert all(parameter.is_meta for parameter in model.parameters())
-    assert model.blocks[0]["up"].weight.shape == (24, 8) and cut_record(model) is None
-    return read
-
-
-def test_cut_over_processes_that_each_read_their_part(tmp_path):
-    for name in ("perceptron", "attention", "words"):
-        (tmp_path / name).mkdir()
-        saved(make(name), tmp_path / name)
-    assert all(share < 0.8 for read in run_ranks(cut_over_processes, 3, tmp_path, 3) for share in read)
 
 
 def test_a_failure_leaves_the_model_on_meta(tmp_path):

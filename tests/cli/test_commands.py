@@ -267,3 +267,18 @@ def test_largest_batch(file):
     both = command("plan", file, "--devices", TWO_SMALL, "--max-batch", "--max-seq", expect=2)
     assert "can't be asked for at once" in both.stderr
     assert "no effect" in command("plan", file, "--devices", TWO_SMALL, "--max-seq", expect=2).stderr
+
+
+def test_a_plan_file_and_a_map_are_traced_and_reported(file, tmp_path):
+    """A plan knows its model; a map needs it named."""
+    plan, trace, page, maps = (tmp_path / name for name in ("plan.json", "trace.json", "page.html", "map.json"))
+    command("plan", file, "-d", "cpu=1GiB", "-o", plan)
+    command("trace", plan, "-o", trace, "--measure")
+    events = json.loads(trace.read_text())["traceEvents"]
+    processes = [row["args"]["name"] for row in events if row["name"] == "process_name"]
+    assert processes == ["host0, predicted", "host0, measured"]
+    command("report", plan, "-o", page, "--no-compare")
+    assert page.read_text().endswith("</html>")
+    maps.write_text(json.dumps({str(i): "cuda:0" if i < 3 else "cuda:1" for i in range(8)}))
+    assert "does not say which model" in command("report", maps, expect=2).stderr
+    command("trace", maps, file, "-o", trace)

@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import nn
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
@@ -16,32 +15,9 @@ from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.workload import Workload
+from tests.blocks import Blocks
 
 BATCH, WIDTH = 16, 64
-
-
-class Block(nn.Module):
-    """`leveled`: with a mean between its matrices, which is a sum of little where they are cut."""
-
-    def __init__(self, leveled=False):
-        super().__init__()
-        self.leveled = leveled
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        inner = self.up(x).relu()
-        return x + self.down(inner / inner.square().mean(-1, keepdim=True) if self.leveled else inner)
-
-
-class Net(nn.Module):
-    def __init__(self, leveled=False):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(leveled) for _ in range(4))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 INPUTS = torch.zeros(BATCH, 32, WIDTH)
@@ -55,7 +31,7 @@ def batch():
 
 
 def profile_of(mode):
-    return autoshard.profile(Net(), INPUTS, workload=Workload(batch_size=BATCH, mode=mode))
+    return autoshard.profile(Blocks(), INPUTS, workload=Workload(batch_size=BATCH, mode=mode))
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError, SpecError
-from autoshard.plan import PLAN_VERSION, Plan, PlanDevice
+from autoshard.plan import PLAN_VERSION, Mesh, Plan, PlanDevice, Stage
+from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.sharding import Action, Cut, Part, Results, Scale, Shard, Whole, coordinates_of, is_axis
 from autoshard.plan.workload import Workload
 
@@ -65,7 +66,27 @@ CUT = Plan(
 )
 
 
-@pytest.mark.parametrize("plan", [PLACED, CUT], ids=["placed", "cut"])
+MESHED = Plan(
+    strategy="pipeline",
+    objective="throughput",
+    workload=Workload(batch_size=8),
+    devices=tuple(PlanDevice(name=f"cuda:{i}", memory_bytes=1 << 30) for i in range(4)),
+    placements={"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1", "head": "cuda:1"},
+    mesh=Mesh(dp=2, pp=2, shares=(2, 1)),
+    stages=(Stage(paths=("embed", "layers.0")), Stage(paths=("layers.1", "head"), recompute=True)),
+    batch=BatchAxis(
+        size=8,
+        inputs=(BatchInput(path="input_ids", dim=0, axis="*8"),),
+        outputs=(BatchOutput(path="loss", how="mean"), BatchOutput(path="logits", how="cat", axis="*8x3")),
+        whole=("position_ids",),
+        proof="by its axes",
+    ),
+    num_microbatches=4,
+    schedule="1f1b",
+)
+
+
+@pytest.mark.parametrize("plan", [PLACED, CUT, MESHED], ids=["placed", "cut", "meshed"])
 def test_round_trip_in_text_and_file(plan, tmp_path):
     assert Plan.from_json(plan.to_json()) == plan
     assert Plan.from_json(plan.to_json()).to_json() == plan.to_json()
@@ -139,7 +160,12 @@ def changed(plan, path, value):
 
 
 PLACES = [(PLACED, path) for path in leaves(json.loads(PLACED.to_json())) if path]
-PLACES += [(CUT, path) for part in ("cuts", "whole") for path in leaves(json.loads(CUT.to_json())[part], (part,))]
+PLACES += [
+    (plan, path)
+    for plan, parts in ((CUT, ("cuts", "whole")), (MESHED, ("mesh", "stages", "batch")))
+    for part in parts
+    for path in leaves(json.loads(plan.to_json())[part], (part,))
+]
 
 
 @settings(max_examples=150)
@@ -153,7 +179,7 @@ def test_any_value_anywhere_is_accepted_or_refused(place, value):
         assert "\n" not in str(error) and len(str(error)) < 600
         return
     assert Plan.from_json(plan.to_json()) == plan
-    assert place[0] is CUT or json.loads(plan.to_json()) == json.loads(json.dumps(data))
+    assert place[0] is not PLACED or json.loads(plan.to_json()) == json.loads(json.dumps(data))
 
 
 @given(st.integers(0, len(PLACED.to_json().rstrip()) - 1))
@@ -284,3 +310,38 @@ def test_device_maps_as_people_write_them():
     for wrong in (["a"], {3: "cpu"}, {"a": -1}, {"a": None}, {"a": True}, {"a": 1.5}, {"a": {}}, {}, {"": 0, "b": 1}):
         with pytest.raises(PlanError):
             Plan.from_device_map(wrong)
+
+
+def test_mesh_numbers_its_devices():
+    mesh = Mesh(dp=2, pp=3, tp=4)
+    places = [(d, p, t) for d in range(2) for p in range(3) for t in range(4)]
+    assert [mesh.rank(data=d, pipeline=p, tensor=t) for d, p, t in places] == [*range(24)]
+    assert [mesh.place(rank) for rank in range(24)] == places
+
+
+def test_a_mesh_of_version_1_is_read():
+    data = json.loads(MESHED.to_json())
+    data["version"], data["mesh"] = 1, {"data": 2, "pipeline": 2, "tensor": 1, "sharded": False, "shares": [2, 1]}
+    assert Plan.from_json(json.dumps(data)) == MESHED
+    data["mesh"], data["stages"] = {"data": 4, "pipeline": 1, "tensor": 1, "sharded": True, "shares": []}, []
+    assert Plan.from_json(json.dumps(data)).mesh == Mesh(fsdp=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda data: data["mesh"].update(dp=3), "a product of 4"),
+        (lambda data: data["mesh"].update(shares=[1]), "mesh.shares"),
+        (lambda data: data["batch"].update(inputs=[]), "what is divided"),
+        (lambda data: data["batch"]["inputs"][0].update(axis="*9"), "batch.axis"),
+        (lambda data: data["batch"]["outputs"][0].update(how="median"), "one of cat"),
+        (lambda data: data["stages"].pop(), "paths of the placements"),
+        (lambda data: data["stages"][1]["paths"].append("embed"), "different paths"),
+        (lambda data: data["stages"].append({"paths": []}), "multiple of 2"),
+    ],
+)
+def test_a_damaged_plan_is_refused(change, words):
+    data = json.loads(MESHED.to_json())
+    change(data)
+    with pytest.raises(PlanError, match=words):
+        Plan.from_json(json.dumps(data))

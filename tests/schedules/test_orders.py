@@ -11,8 +11,6 @@ from autoshard.engine.recipe import Recipe
 from autoshard.errors import SpecError
 from autoshard.schedules.orders import PipeAction, make_order
 
-KINDS = {"F": "F", "B": "B", "I": "I", "W": "W"}
-
 
 class Stage:
     """What a schedule of torch asks of a stage; it notes what it is told to do."""

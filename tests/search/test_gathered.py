@@ -5,21 +5,13 @@ from torch import nn
 
 import autoshard
 from autoshard.plan.workload import Workload
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
+from tests.blocks import Block
 
 
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.experts, self.layers = nn.ModuleList(Block() for _ in range(3)), nn.ModuleList(Block() for _ in range(2))
+        self.experts, self.layers = nn.ModuleList(Block(8) for _ in range(3)), nn.ModuleList(Block(8) for _ in range(2))
 
     def forward(self, x):
         for layer in self.layers:

@@ -7,7 +7,7 @@ import autoshard
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan.workload import Workload
 from autoshard.search.largest import largest
-from tests.engine.test_mesh_cost import Net
+from tests.blocks import Blocks
 
 
 def curve(full, power=1, base=0.1):
@@ -47,17 +47,17 @@ def test_largest_batch_of_a_model():
         return torch.zeros(batch_size, 32, 64)
 
     limits = {"cpu:0": "2MiB", "cpu:1": "2MiB"}
-    plan = autoshard.largest(Net(), limits, inputs=inputs, strategy="balanced")
+    plan = autoshard.largest(Blocks(), limits, inputs=inputs, strategy="balanced")
     size = plan.workload.batch_size
-    autoshard.plan(Net(), limits, inputs=inputs(size), strategy="balanced", workload=Workload(batch_size=size))
+    autoshard.plan(Blocks(), limits, inputs=inputs(size), strategy="balanced", workload=Workload(batch_size=size))
     with pytest.raises(PlanError):
-        autoshard.plan(Net(), limits, inputs=inputs(size + 1), strategy="balanced",
+        autoshard.plan(Blocks(), limits, inputs=inputs(size + 1), strategy="balanced",
                        workload=Workload(batch_size=size + 1))  # fmt: skip
     assert any("larger" in reason and str(size) in reason for reason in plan.reasons)
 
 
 def test_inputs_that_can_not_grow():
     with pytest.raises(SpecError, match="function of batch_size"):
-        autoshard.largest(Net(), {"cpu": "2MiB"}, inputs=torch.zeros(2, 32, 64))
+        autoshard.largest(Blocks(), {"cpu": "2MiB"}, inputs=torch.zeros(2, 32, 64))
     with pytest.raises(SpecError, match="batch_size or sequence_length"):
-        autoshard.largest(Net(), {"cpu": "2MiB"}, "width", inputs=None)
+        autoshard.largest(Blocks(), {"cpu": "2MiB"}, "width", inputs=None)

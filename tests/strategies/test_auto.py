@@ -14,7 +14,8 @@ from autoshard.plan.workload import Workload
 from autoshard.search.planning import candidates_of, compare, plan_measured
 from autoshard.search.request import Request
 from autoshard.strategies.compare import explained, value_of
-from tests.engine.test_mesh_cost import BATCH, INPUTS, Net
+from tests.blocks import Blocks
+from tests.engine.test_mesh_cost import BATCH, INPUTS
 
 OBJECTIVES = ("latency", "throughput", "memory")
 
@@ -32,9 +33,9 @@ class Mixed(nn.Module):
 
 
 def request(model=None, *, devices="4xA100-40GB", mode="inference", objective="latency", assumed=False):
-    model = model or Net()
+    model = model or Blocks()
     workload = Workload(batch_size=None if assumed else BATCH, mode=mode, assumed=assumed)
-    inputs = INPUTS if isinstance(model, Net) else torch.randn(BATCH, 64)
+    inputs = INPUTS if isinstance(model, Blocks) else torch.randn(BATCH, 64)
     profile = autoshard.profile(model, inputs, workload=workload)
     return Request(model=model, inputs=inputs, profile=profile, cluster=parse_devices(devices), objective=objective,
                    processes=0)  # fmt: skip

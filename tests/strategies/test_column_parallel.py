@@ -21,36 +21,14 @@ from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import column_parallel
 from autoshard.strategies.cut_choice import Option, choose
 from autoshard.strategies.shares import divide
+from tests.blocks import Blocks
 
 WIDTH = 256
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    def __init__(self, depth=4):
-        super().__init__()
-        self.embed = nn.Embedding(512, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.head = nn.Linear(WIDTH, 512, bias=False)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 @pytest.fixture(scope="module")
 def profile():
-    return autoshard.profile(Net(), torch.arange(64).reshape(1, 64), workload=Workload())
+    return autoshard.profile(Blocks(4, WIDTH, 512), torch.arange(64).reshape(1, 64), workload=Workload())
 
 
 def group(index, *, size=8, nbytes=1000, blocks=("",), names=("head.weight",), conflicts=(), reduced=0, gathered=0):
@@ -64,7 +42,7 @@ def group(index, *, size=8, nbytes=1000, blocks=("",), names=("head.weight",), c
 
 
 def net_groups(depth=4, size=4 * WIDTH):
-    """What the analysis finds in `Net`: the inner width of the blocks, the rows of the table, those of the head."""
+    """What the analysis finds in the model: the inner width of the blocks, the rows of the table, those of the head."""
     blocks = tuple(f"blocks.{i}" for i in range(depth))
     inner = group(
         0, size=size, nbytes=8 * 4 * WIDTH * WIDTH, blocks=blocks,
@@ -259,7 +237,7 @@ def test_a_degree_that_nothing_allows(profile):
 
 
 def test_what_no_run_uses_stays_whole_and_the_plan_says_so():
-    model = Net(depth=2)
+    model = Blocks(2, WIDTH, 512)
     model.spare = nn.Linear(WIDTH, WIDTH)
     measured = autoshard.profile(model, torch.arange(64).reshape(1, 64), workload=Workload())
     plan = column_parallel(measured, alike(2), net_groups(depth=2), prove, objective="memory")

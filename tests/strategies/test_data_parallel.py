@@ -4,7 +4,6 @@ import itertools
 
 import pytest
 import torch
-from torch import nn
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
@@ -14,29 +13,10 @@ from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis, BatchInput
 from autoshard.plan.workload import Workload
 from autoshard.strategies.data_parallel import data_parallel
+from tests.blocks import Blocks
 
 BATCH = BatchAxis(size=12, inputs=(BatchInput(path="x", dim=0, axis="*12"),), outputs=())
 GIB = 1 << 30
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(64, 8)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
 
 
 def cluster(speeds, memory=None, link=1e9, latency=1e-7, hosts=None):
@@ -56,7 +36,7 @@ def cluster(speeds, memory=None, link=1e9, latency=1e-7, hosts=None):
 
 @pytest.fixture(scope="module")
 def profiles():
-    model, made = Model(), {}
+    model, made = Blocks(), {}
     for mode in ("inference", "training"):
         made[mode] = autoshard.profile(model, {"x": torch.randn(12, 32, 64)}, workload=Workload(mode=mode))
     return made
