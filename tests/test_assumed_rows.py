@@ -12,6 +12,8 @@ import autoshard
 from autoshard.cli.main import app
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput
+from tests.runtime.test_launched import completed
+from tests.search.models import Decoder, Layer
 
 HERE = {"cpu:0": "16MiB", "cpu:1": "16MiB"}
 
@@ -69,6 +71,26 @@ def test_rows_that_mix_are_divided_on_the_users_word_and_found_with_the_first_ba
         with pytest.raises(autoshard.VerifyError, match="the output by up to"):
             model(x)
         autoshard.remove(model)
+
+
+class Clipped(Layer):
+    """Scaled down by the norm of the whole batch."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x / x.norm().clamp(min=1.0)
+
+
+def test_a_plan_for_processes_keeps_the_word_for_their_apply():
+    model, ids = Decoder(32, 2, 4, 48), torch.randint(0, 48, (8, 6))
+    model.layers = nn.ModuleList(Clipped(32, 4) for _ in range(2))
+    inputs, workload = {"ids": ids, "labels": ids}, autoshard.Workload(mode="training", batch_size=8)
+    asked = {"inputs": inputs, "workload": workload, "launch": "processes", "mesh": "pp=2", "micro_batch": 2}
+    with pytest.raises(autoshard.PlanError, match="can't be divided"):
+        autoshard.plan(model, HERE, **asked)
+    plan = autoshard.plan(model, HERE, **asked, assume_independent_rows=True)
+    assert plan.reasons[0] == ASSUMED
+    assert completed(plan.to_json(), model, inputs).batch.assumed
 
 
 def test_what_cannot_be_put_together_is_refused_on_any_word():
