@@ -20,7 +20,6 @@ from autoshard.engine.estimate import Estimate
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
-from autoshard.plan.batching import ASSUMED
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
@@ -117,7 +116,7 @@ def choose(
     asked = Asked(
         strategy=strategy, goal=cast(Goal, objective), dtype=wishes.dtype, compiled=wishes.compiled,
         precision=wishes.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),
-        given=_given(wishes, num_microbatches, schedule),
+        given=_given(wishes, num_microbatches, schedule), assumed=assume_independent_rows,
         why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
     )  # fmt: skip
     try:
@@ -134,8 +133,6 @@ def choose(
     assert best is not None
     if _is_plain(best.recipe) and not forced and not task.new_tokens:
         return None  # one process on one device is placed by what counts its bytes exactly
-    if assume_independent_rows and (plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)):
-        plan = replace(plan, reasons=(ASSUMED, *plan.reasons))
     profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_recipe(plan, best.recipe, task, cluster)
     return Chosen(

@@ -25,6 +25,7 @@ from autoshard.engine.pricer import needs_processes
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
+from autoshard.plan.batching import ASSUMED
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Goal, Priced, Searched, SearchTask, search
@@ -55,7 +56,7 @@ class Asked:
         given: degrees and numbers that are fixed; precision: of training, by name; dtype: of weights, "auto" for the
             model's own; compiled: whether modules are compiled, None: for answers, where the host would be too slow.
         reserve: part of the memory of a device that is kept free.
-        why_undivided: what stands against dividing the batch, "" for nothing.
+        why_undivided: what stands against dividing the batch, "" for nothing; assumed: it is on the user's word.
     """
 
     strategy: str = "auto"
@@ -66,6 +67,7 @@ class Asked:
     compiled: bool | None = None
     reserve: float = RESERVED
     why_undivided: str = ""
+    assumed: bool = False
 
 
 def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
@@ -118,7 +120,9 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
     plan = write_plan(traced, cluster, asked, found.best.recipe)
     *why, start = explain(task, found)
     more = *_of_unequal(cluster), *_in_fewer_bits(traced, cluster, asked, found.best)
-    return replace(plan, reasons=(*why, *more, start)), found, task
+    divided = plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
+    word = [ASSUMED] if asked.assumed and divided else []
+    return replace(plan, reasons=(*word, *why, *more, start)), found, task
 
 
 def _of_unequal(cluster: Cluster) -> Iterator[str]:
