@@ -10,7 +10,7 @@ from autoshard.axes.regions import Region, element_of, find_regions, leaf_module
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, TensorInfo
 from autoshard.common.module_paths import is_below, join, relative
-from autoshard.plan.sharding import Action, Shard, count_collectives
+from autoshard.plan.sharding import Action, Cut, Shard, count_collectives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +107,18 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
     for region in modules:
         alone += _groups_of(lookup, region, shared, len(groups) + len(alone))[0]
     return AxisGroups(groups=_excluding(groups, alone, touching), blocked=tuple(blocked), regions=regions)
+
+
+def group_of(found: AxisGroups, cut: Cut) -> AxisGroup | None:
+    """The group that a cut was made of."""
+    names = {(shard.name, shard.dim) for shard in cut.shards}
+    return next(
+        (
+            group for group in found.groups
+            if group.blocks == cut.blocks and {(one.name, one.dim) for one in group.shards} == names
+        ),
+        None,
+    )  # fmt: skip
 
 
 def _excluding(

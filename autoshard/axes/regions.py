@@ -2,7 +2,8 @@
 
 A region is an outermost element of a repeated container (a list, sequence or dict of modules) with at least two
 matrices; all that lies outside of such elements is one more region. What one region hands to another gets fresh axes
-there, so that what blocks an axis outside does not leak in. Ops that scale a parameter where it is belong to none.
+there, so that what blocks an axis outside does not leak in. Ops that scale a parameter where it is belong to none, nor
+do losses that compare logits with labels: a head may be cut over its classes, and what it makes is whole behind it.
 """
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -10,9 +11,10 @@ from dataclasses import dataclass
 
 from autoshard.axes.given import plain
 from autoshard.axes.rules import is_pointwise
-from autoshard.capture.graph import Call, ModelGraph
+from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import above, is_below, parent, relative
 
+CLASS_LOSS = "cross_entropy_loss"
 OUTSIDE = ""
 """The path of the region that is made of everything outside of repeated elements."""
 
@@ -37,8 +39,8 @@ def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
 
 def outside_ops(graph: ModelGraph) -> list[int]:
     """The ops of the region outside of all repeated elements."""
-    owner, scaled = _owners(graph, _elements(graph)), scaled_ops(graph)
-    return [op.index for op in graph.ops if not op.backward and owner[op.call] == OUTSIDE and op.index not in scaled]
+    owner, apart = _owners(graph, _elements(graph)), scaled_ops(graph) | loss_ops(graph)
+    return [op.index for op in graph.ops if not op.backward and owner[op.call] == OUTSIDE and op.index not in apart]
 
 
 def leaf_regions(graph: ModelGraph, touched: Container[str] = ()) -> tuple[Region, ...]:
@@ -93,6 +95,24 @@ def scaled_ops(graph: ModelGraph) -> set[int]:
     }  # fmt: skip
 
 
+def loss_ops(graph: ModelGraph) -> set[int]:
+    """Losses of classes, and the ops that do nothing but bring logits to them: copies, views, functions of each."""
+    found: set[int] = set()
+    logits: set[int] = set()
+    for op in graph.ops:
+        if name_of(op) != CLASS_LOSS or op.backward:
+            continue
+        found.add(op.index)
+        logits.add(op.inputs[0])
+        at = graph.values[op.inputs[0]].op
+        while at >= 0 and len(graph.ops[at].inputs) == 1 and not graph.ops[at].mutates:
+            found.add(at)
+            logits.update(graph.ops[at].inputs)
+            at = graph.values[graph.ops[at].inputs[0]].op
+    given_back = {op.index for op in graph.ops if op.inputs == op.outputs and not op.mutates and logits & {*op.inputs}}
+    return found | given_back
+
+
 def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
     """For every call the element that it runs in."""
     known: dict[str, str] = {}
@@ -112,9 +132,9 @@ def _alike(
 ) -> tuple[Region, ...]:
     """The regions of an ownership, equal ones of one kind once; what is outside comes first."""
     ops: dict[str, list[int]] = {OUTSIDE: []}
-    scaled = scaled_ops(graph)
+    apart = scaled_ops(graph) | loss_ops(graph)
     for op in graph.ops:
-        if not op.backward and op.index not in scaled:
+        if not op.backward and op.index not in apart:
             ops.setdefault(owner[op.call], []).append(op.index)
     first = _first_calls(graph)
     names: dict[int, list[str]] = {}

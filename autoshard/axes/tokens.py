@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.axes.axis import Factor, leaves, resolve
 from autoshard.axes.given import plain
-from autoshard.axes.groups import AxisGroup, AxisGroups
+from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
 from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import OUTSIDE, Region, find_regions
 from autoshard.axes.walk import AxisWalk, walk_over
@@ -47,25 +47,13 @@ def divide_tokens(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> 
         own = [cut for cut in made if cut.blocks == region.paths]
         if region.path == OUTSIDE or len(region.paths) < 2 or not own:
             continue
-        groups = [group for cut in own if (group := _group_of(found, cut)) is not None]
+        groups = [group for cut in own if (group := group_of(found, cut)) is not None]
         if len(groups) != len(own):
             continue
         changed, _ = _divided(graph, lookup, region, groups, own, own[0].degree, own[0].training)
         instead = dict(zip(own, changed, strict=False))
         made = [instead.get(cut, cut) for cut in made] + changed[len(own) :]
     return tuple(made)
-
-
-def _group_of(found: AxisGroups, cut: Cut) -> AxisGroup | None:
-    """The group that a cut was made of."""
-    names = {(shard.name, shard.dim) for shard in cut.shards}
-    return next(
-        (
-            group for group in found.groups
-            if group.blocks == cut.blocks and {(one.name, one.dim) for one in group.shards} == names
-        ),
-        None,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

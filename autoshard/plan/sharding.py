@@ -18,7 +18,7 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join", "context", "dispatch"
+    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss"
 ]  # fmt: skip
 
 LONGEST_DIMENSION = 2**27
@@ -69,6 +69,10 @@ class Action:
     dispatch  the module        rows go to the ranks of their experts, and what those make of them comes back.
                                 `argument`: paths of rows, choices and weights; `axis`: the numbers of experts, with a
                                 star where a rank counts its own from 0 (see `runtime.experts`)
+    spread    result            while gradients are enabled and a loss is awaited, all parts stay where they are: the
+                                result is a DTensor, divided along dimension `dim`, an `axis`. Else gather
+    loss      the call          cross entropy of spread logits, of which each rank has some classes, an `axis`; what
+                                the module gives of them is put together
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
                                 At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)
     """
@@ -122,7 +126,8 @@ def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
     listed = list(actions)
     sums = sum(action.kind in ("reduce", "mean", "lookup", "scatter") for action in listed)
     added = sum(action.gathered for action in listed)
-    return sums - added, added + sum(action.kind in ("gather", "collect", "whole", "join") for action in listed)
+    gathers = ("gather", "collect", "whole", "join", "spread", "loss")
+    return sums - added, added + sum(action.kind in gathers for action in listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

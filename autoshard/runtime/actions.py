@@ -136,7 +136,7 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
             continue
         if step.action.function and not _at_module(module, step.action):
             at_functions.setdefault(step.action.function, (step.action.function, []))[1].append(step)
-        else:
+        if not step.action.function or step.action.kind == "loss" or _at_module(module, step.action):
             step.paths = _paths(module, step.action)
             at_call.append(step)
     for step in at_call:
@@ -198,11 +198,11 @@ def check(action: Action, where: str) -> None:
     """Raise `PlanError` for an action that makes no sense."""
     problem = ""
     if (
-        action.kind in ("slice", "gather", "lookup", "dropout", "length", "context", "dispatch", *ALONG)
+        action.kind in ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss", *ALONG)
         and not action.axis
     ):
         problem = "says no axis"
-    elif action.kind in ("lookup", "dropout", "length") and not action.function:
+    elif action.kind in ("lookup", "dropout", "length", "loss") and not action.function:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"

@@ -11,6 +11,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
 from autoshard.plan.sharding import Action, LocalLength
+from autoshard.runtime import cut_loss
 from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, enter, leave, reduce, tracked
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -172,7 +173,7 @@ class Step:
     def _check_dims(self, tensor: torch.Tensor) -> None:
         """Raise `ApplyError` for a tensor with more or fewer dimensions: the one that is meant may be another."""
         if self.action.dims not in (0, tensor.dim()):
-            what = "output" if self.action.kind in ("gather", "scatter", "join") else "input"
+            what = "output" if self.action.kind in ("gather", "spread", "scatter", "join") else "input"
             raise ApplyError(
                 f"{self.where}: its {what} is of shape {list(tensor.shape)}, and the plan is for {self.action.dims} "
                 "dimensions. Plan again with inputs like these."
@@ -182,7 +183,10 @@ class Step:
         """Act on the result of a call."""
         if self.action.kind == "restore":
             return map_tensors(result, self.memo.original)
-        if self.action.kind not in ("reduce", "mean", "gather", "leave", "scatter", "join"):
+        if self.action.kind == "loss":
+            assert self.axis is not None
+            return cut_loss.put_together(result, self.axis)
+        if self.action.kind not in ("reduce", "mean", "gather", "spread", "leave", "scatter", "join"):
             return result
         if not self.action.argument and isinstance(result, torch.Tensor):
             return self._after(result)
@@ -195,7 +199,9 @@ class Step:
         return replace_at(result, self.action.argument, self._after(tensor))
 
     def _after(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self.action.kind == "gather":
+        if self.action.kind == "spread" and tracked(tensor) and cut_loss.is_awaited(self.ranks):
+            return cut_loss.spread(tensor, self.ranks, self.action.dim)
+        if self.action.kind in ("gather", "spread"):
             return self._axis_of(tensor).gather(tensor, self.action.dim)
         if self.action.kind == "leave":
             return leave(tensor, self.ranks)
@@ -213,6 +219,9 @@ class Step:
             return self._lookup(call, args, kwargs)
         if self.action.kind == "dropout":
             return self._dropout(call, args, kwargs)
+        if self.action.kind == "loss":
+            assert self.axis is not None
+            return cut_loss.cross_entropy(call, self.axis, args, kwargs)
         if self.action.kind == "context":
             return self._attention(call, args, kwargs) if self._divides else call(*args, **kwargs)
         with torch_private.no_overrides():

@@ -291,6 +291,7 @@ def _cut(request: Request, asked: bool = False) -> Plan:
 
     `asked`: this strategy, not the best one: cut where one device would be faster, too.
     """
+    from autoshard.axes.loss import spread_logits
     from autoshard.axes.tokens import divide_tokens
     from autoshard.engine.streamed import compute_devices
     from autoshard.strategies.column_parallel import column_parallel
@@ -309,7 +310,12 @@ def _cut(request: Request, asked: bool = False) -> Plan:
         plan = column_parallel(
             profile, devices, found, check, objective=objective, degree=degree, even=even, asked=asked, price=price
         )
-        return dataclasses.replace(plan, cuts=divide_tokens(request.composite, found, plan.cuts)) if divides else plan
+        cuts = plan.cuts
+        if divides:
+            cuts = divide_tokens(request.composite, found, cuts)
+        if processes and profile.workload.training:
+            cuts = spread_logits(request.composite, found, cuts)
+        return dataclasses.replace(plan, cuts=cuts)
 
     computing = tuple(cluster.device(name) for name in compute_devices(cluster))
     return cut(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))

@@ -57,7 +57,7 @@ def choose(
     # variables: y, z = seconds of what is not cut, u = bytes saved on the rank that saves least; all are about 1
     order = np.array([1e-9 * (option.places + rank / count) for rank, option in enumerate(options)])
     if objective == "memory":
-        goal = np.concatenate([order + 1e-6 * np.minimum(spent, 1.0), [0.0, -1.0]])
+        goal = np.concatenate([order + 1e-2 * spent / max(1.0, spent.max()), [0.0, -1.0]])
     else:
         goal = np.concatenate([order + spent, [1.0, 0.0]])
     rows = [np.concatenate([freed[rank], [1.0, 0.0]]) for rank in ranks]

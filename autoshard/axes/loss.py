@@ -1,0 +1,119 @@
+"""Logits that stay in parts until their loss is known: each rank has some classes, and cross entropy needs no more.
+
+    hidden ─▶ head, cut over classes ─▶ logits, in parts ─▶ float, view, … ─▶ cross_entropy ─▶ loss, the same everywhere
+                                               └──────────── put together where the model gives them out
+
+Without it every rank has all logits in float32, their softmax and the gradients of both, which no other rank needs:
+16 bytes per logit where 2 are enough for what the model gives. Between the head and the loss every op reads the logits
+alone, and works on each of them by itself or moves them: so the code there may be given a `DTensor`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from autoshard.axes.axis import Factor
+from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
+from autoshard.axes.places import Lookup, Places
+from autoshard.axes.regions import CLASS_LOSS, OUTSIDE, Region
+from autoshard.axes.walk import walk_over
+from autoshard.capture.graph import Call, ModelGraph, Op, name_of
+from autoshard.common.module_paths import above, join
+from autoshard.plan.sharding import Cut
+
+FUNCTION = "cross_entropy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutLoss:
+    """The logits of a head: `call` of the head, `dim` of the classes, and the losses (ops) that read them."""
+
+    call: Call
+    dim: int
+    losses: tuple[int, ...]
+
+
+def spread_logits(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+    """Return the cuts with logits left in parts between heads and losses, or as they are where nothing allows it.
+
+    `graph`: captured with `composite=True`; `found`: its axis groups; `cuts`: some of them, over the same ranks.
+    """
+    lookup, made = Lookup(graph), []
+    for cut in cuts:
+        group = group_of(found, cut)
+        loss = cut_loss(lookup, group) if group is not None and cut.size % cut.degree == 0 else None
+        made += [cut] if group is None or loss is None else _spread(lookup, group, cut, loss)
+    return tuple(made)
+
+
+def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
+    """The logits that a group cuts along their classes and puts together behind a module, if only losses read them."""
+    graph = lookup.graph
+    gathers = [action for action in group.actions if action.kind == "gather"]
+    if len(gathers) != 1 or len(group.blocks) != 1 or gathers[0].function or gathers[0].axis != f"*{group.size}":
+        return None
+    path, dim = join(group.blocks[0], gathers[0].module), gathers[0].dim
+    calls = [call for call in graph.calls if call.path == path]
+    if len(calls) != 1 or gathers[0].argument not in calls[0].output_paths:
+        return None
+    logits = calls[0].outputs[calls[0].output_paths.index(gathers[0].argument)]
+    between, losses = _read(lookup, logits)
+    moving = {logits, *(value for op in between for value in op.outputs)}
+    if not losses or not moving.isdisjoint({*graph.lasting} - {*graph.outputs}):
+        return None
+    walk = walk_over(graph, between)
+    axis = walk.of(logits)[dim]
+    leaf = axis[0] if len(axis) == 1 else None
+    if not isinstance(leaf, Factor) or leaf.lost or any(leaf in one.axis for one in walk.contractions):
+        return None
+    for op in losses:
+        shape = graph.values[op.inputs[0]].shape
+        if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (leaf,) or not _is_plain(graph, op):
+            return None
+    return CutLoss(call=calls[0], dim=dim, losses=tuple(op.index for op in losses))
+
+
+def _read(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
+    """The ops between logits and losses, and the losses; none where something else reads them as well."""
+    graph = lookup.graph
+    between: dict[int, Op] = {}
+    losses: dict[int, Op] = {}
+    ahead = [logits]
+    while ahead:
+        value = ahead.pop()
+        for index in lookup.readers.get(value, ()):
+            op = graph.ops[index]
+            if op.backward or index in between or index in losses:
+                continue
+            if name_of(op) == CLASS_LOSS and op.inputs[0] == value:
+                losses[index] = op
+            elif len(op.inputs) == 1 and not op.mutates:
+                between[index] = op
+                ahead += op.outputs
+            else:
+                return [], []
+    return [between[index] for index in sorted(between)], list(losses.values())
+
+
+def _is_plain(graph: ModelGraph, op: Op) -> bool:
+    """Whether a loss is of classes by number, all of which weigh the same."""
+    return len(op.inputs) == 2 and graph.values[op.inputs[1]].dtype == torch.int64
+
+
+def _spread(lookup: Lookup, group: AxisGroup, cut: Cut, loss: CutLoss) -> tuple[Cut, ...]:
+    """The cut with logits left in parts, and the cut of the losses, in the module that calls the head and all of them.
+
+    The cut alone where there is no such module.
+    """
+    places = Places(lookup, Region(path=OUTSIDE, ops=(), paths=(OUTSIDE,)), group.walk, frozenset())
+    actions = {replace(places.call_at("loss", op, f"*{group.size}"), occurrence=-1, calls=0, line="") for op in loss.losses}
+    action = actions.pop()
+    if actions or action.function != FUNCTION or action.module not in above(loss.call.path):
+        return (cut,)
+    spread = [replace(one, kind="spread") if one.kind == "gather" else one for one in cut.actions]
+    losses = replace(
+        cut, blocks=(action.module,), shards=(), actions=(replace(action, module=""),), scales=(), summed=(),
+        training=True, title="losses of cut logits",
+    )  # fmt: skip
+    return replace(cut, actions=tuple(spread)), losses

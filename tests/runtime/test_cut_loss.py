@@ -1,0 +1,124 @@
+"""Losses of logits that are cut over classes: all numbers are as before, and no rank has all logits in between."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard.plan.workload import Workload
+from autoshard.search.asked import completed
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime.test_launched import devices_of
+
+CLASSES, WIDTH = 32, 16
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    """A head over classes, and a loss of what `view` makes of the logits."""
+
+    def __init__(self, view, tied=False, **loss):
+        super().__init__()
+        self.table, self.layers = nn.Embedding(CLASSES, WIDTH), nn.ModuleList(Layer() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=not tied)
+        if tied:
+            self.head.weight = self.table.weight
+        self.view, self.loss, self.seen = view, loss, []
+
+    def forward(self, ids, labels=None):
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        self.seen = [type(logits)]
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(*self.view(logits, labels), **self.loss), "logits": logits}
+
+
+def flat(logits, labels):
+    return logits.float().view(-1, CLASSES), labels.view(-1)
+
+
+def shifted(logits, labels):
+    return logits[:, :-1].contiguous().view(-1, logits.shape[-1]), labels[:, 1:].reshape(-1)
+
+
+def turned(logits, labels):
+    return (logits / 3).tanh().transpose(1, 2), labels
+
+
+def scaled_by_length(logits, labels):
+    return logits.view(-1, CLASSES) * logits.detach().abs().max(), labels.view(-1)
+
+
+CASES = {
+    "flat": (flat, {}, {}),
+    "ignored": (flat, {}, {"ignore_index": 3}),
+    "shifted, summed": (shifted, {}, {"reduction": "sum"}),
+    "turned": (turned, {}, {"reduction": "none"}),
+    "smoothed": (flat, {}, {"label_smoothing": 0.1}),
+    "tied": (flat, {"tied": True}, {}),
+}
+WHOLE = {"several readers": (scaled_by_length, {}, {}), "weighted": (flat, {}, {"weight": torch.arange(CLASSES, dtype=torch.float32)})}
+
+
+def trained(name):
+    """Kinds of actions, whether logits are spread (with, without labels), and the largest error on a rank."""
+    torch.manual_seed(0)
+    view, made, loss = (CASES | WHOLE)[name]
+    model = Model(view, **made, **loss).train()
+    batch = {"ids": torch.randint(CLASSES, (2, 6)), "labels": torch.randint(CLASSES, (2, 6))}
+    alone, found = copy.deepcopy(model), []
+    plan = autoshard.plan(
+        model, devices_of(2), inputs=batch, workload=Workload(mode="training", batch_size=2), mesh={"tp": 2}
+    )
+    plan = completed(model, plan, batch)
+    kinds = {action.kind for cut in plan.cuts for action in cut.actions}
+    autoshard.apply(model, plan)
+    for one in (model, alone):
+        out = one(**batch)
+        (out["loss"].sum() + 1e-2 * out["logits"].square().sum()).backward()
+        seen = one.seen
+        with torch.no_grad():
+            rest = one(batch["ids"]), one(**batch)
+        again = one(batch["ids"])["logits"]
+        found.append([*out.values(), rest[0]["logits"], *rest[1].values(), again])
+        found[-1] = [tensor.detach().clone() for tensor in found[-1]]
+        if one is model:
+            spread = issubclass(seen[0], DTensor), issubclass(one.seen[0], DTensor)
+    autoshard.remove(model)
+    for place, one in enumerate((model, alone)):
+        found[place] += [parameter.grad for parameter in one.parameters()]
+    plain = all(type(tensor) is torch.Tensor for tensor in found[0][:7])
+    errors = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in zip(*found, strict=True)]
+    return kinds, spread, plain, max(errors)
+
+
+@pytest.fixture(scope="module")
+def results():
+    ranks = run_ranks(run_jobs, 2, {name: (trained, name) for name in CASES | WHOLE})
+    return {name: [rank[name] for rank in ranks] for name in CASES | WHOLE}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_has_its_classes_of_the_logits_until_the_loss_is_known(name, results):
+    for kinds, spread, plain, error in results[name]:
+        assert {"spread", "loss"} <= kinds and spread == (True, True) and plain and error < 1e-5
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_logits_that_something_else_reads_are_whole(name, results):
+    for kinds, spread, plain, error in results[name]:
+        assert not {"spread", "loss"} & kinds and spread == (False, False) and plain and error < 1e-5
