@@ -39,7 +39,8 @@ def spread_logits(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> 
 
     `graph`: captured with `composite=True`; `found`: its axis groups; `cuts`: some of them, over the same ranks.
     """
-    lookup, made = Lookup(graph), []
+    lookup = Lookup(graph)
+    made: list[Cut] = []
     for cut in cuts:
         group = group_of(found, cut)
         loss = cut_loss(lookup, group) if group is not None and cut.size % cut.degree == 0 else None
@@ -107,9 +108,9 @@ def _spread(lookup: Lookup, group: AxisGroup, cut: Cut, loss: CutLoss) -> tuple[
     The cut alone where there is no such module.
     """
     places = Places(lookup, Region(path=OUTSIDE, ops=(), paths=(OUTSIDE,)), group.walk, frozenset())
-    actions = {replace(places.call_at("loss", op, f"*{group.size}"), occurrence=-1, calls=0, line="") for op in loss.losses}
-    action = actions.pop()
-    if actions or action.function != FUNCTION or action.module not in above(loss.call.path):
+    found = [places.call_at("loss", op, f"*{group.size}") for op in loss.losses]
+    action, *others = {replace(one, occurrence=-1, calls=0, line="") for one in found}
+    if others or action.function != FUNCTION or action.module not in above(loss.call.path):
         return (cut,)
     spread = [replace(one, kind="spread") if one.kind == "gather" else one for one in cut.actions]
     losses = replace(

@@ -37,9 +37,9 @@ def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
     return _alike(graph, _owners(graph, _elements(graph)))
 
 
-def outside_ops(graph: ModelGraph) -> list[int]:
-    """The ops of the region outside of all repeated elements."""
-    owner, apart = _owners(graph, _elements(graph)), scaled_ops(graph) | loss_ops(graph)
+def outside_ops(graph: ModelGraph, *, losses: bool = False) -> list[int]:
+    """The ops of the region outside of all repeated elements; with `losses`, those of `loss_ops` there as well."""
+    owner, apart = _owners(graph, _elements(graph)), scaled_ops(graph) | (set() if losses else loss_ops(graph))
     return [op.index for op in graph.ops if not op.backward and owner[op.call] == OUTSIDE and op.index not in apart]
 
 

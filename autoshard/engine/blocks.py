@@ -13,7 +13,9 @@ from typing import Any, Literal, cast
 
 from autoshard.axes.batch import follow
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
-from autoshard.axes.regions import OUTSIDE
+from autoshard.axes.loss import cut_loss
+from autoshard.axes.places import Lookup
+from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import PlanError
@@ -87,6 +89,7 @@ class Block:
             gathered_elements: of what its ranks put together.
         input_elements: what the block before hands over, for the samples that were traced.
         itemsize: bytes per element of most activations, as traced.
+        cuts_loss: tensor parallelism divides the logits of its loss, which `apply` puts together behind it.
         keeps: whether its layers keep all activations, whatever a recipe says.
         known: what was computed of it before.
     """
@@ -107,6 +110,7 @@ class Block:
     expert_cut: int = 0
     routed_elements: int = 0
     itemsize: int = 2
+    cuts_loss: bool = False
     keeps: bool = False
     known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -153,19 +157,21 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True
     if rows is None:
         raise PlanError("no input has a dimension for the batch: it can't be priced for other batches.")
     batch = {value for value in walk.axes if walk.cut_dims(value, rows.leaf)}
-    found = find_groups(graph)
+    found, lookup = find_groups(graph), Lookup(graph)
     blocks: list[Block] = []
     seen: set[int] = set()
     for path, count, indices in _sections(graph, found):
         if indices:
-            blocks.append(_block(graph, batch, _chosen(found, path), path, count, indices, causal, seen))
+            groups = _chosen(found, path)
+            block = _block(graph, batch, groups, path, count, indices, causal, seen)
+            blocks.append(replace(block, cuts_loss=any(cut_loss(lookup, group) is not None for group in groups)))
     return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens)
 
 
 def _sections(graph: ModelGraph, found: AxisGroups) -> Iterator[tuple[str, int, Sequence[int]]]:
     """(path, how many, ops) of repeated layers, and of what comes before and after them."""
     layers = [region for region in found.regions if region.path != OUTSIDE]
-    outside = next((region.ops for region in found.regions if region.path == OUTSIDE), ())
+    outside = outside_ops(graph, losses=True)
     first = min((region.ops[0] for region in layers if region.ops), default=len(graph.ops))
     yield "first", 1, [index for index in outside if index < first]
     for region in sorted(layers, key=lambda region: region.ops[0] if region.ops else 0):

@@ -242,10 +242,16 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
 
 
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
-    """Bytes of the logits where a loss is made: they, what the loss keeps of them, and their gradients."""
+    """Bytes of the logits where a loss is made: they, what the loss keeps of them, and their gradients.
+
+    What `apply` cuts is put together behind the loss, since the model gives it out.
+    """
     rows = share_of(block, share, recipe).rows
-    logits = sums_of(block).logits * rows / (recipe.tp if recipe.loss_parallel else 1)
-    return logits * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack])
+    cut = recipe.cuts_losses and block.cuts_loss and not recipe.loss_parallel
+    logits = sums_of(block).logits * rows
+    part = logits / (recipe.tp if recipe.loss_parallel or cut else 1)
+    whole = logits * recipe.precision.compute if cut else 0.0
+    return part * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack]) + whole
 
 
 def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:

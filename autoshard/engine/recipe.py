@@ -141,6 +141,11 @@ class Recipe:
         return self.stack in ("eager", "early")
 
     @property
+    def cuts_losses(self) -> bool:
+        """Whether `apply` divides losses over the ranks that share matrices: in stages, heads stay whole."""
+        return self.tp > 1 and self.pp == 1 and self.op_by_op
+
+    @property
     def stays_whole(self) -> bool:
         """Whether parameters of `fsdp` are gathered once per step: all micro-batches of a pipeline go through them."""
         return self.pp > 1 and not self.regathers

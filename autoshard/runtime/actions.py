@@ -26,6 +26,8 @@ from autoshard.runtime.steps import ALONG, Memo, Step, add_once, bias_beside
 
 ARGUMENTS = ("enter", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
+_SIZED = ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss")
+"""Kinds of actions that say an axis, besides those along tokens."""
 _SINGLE = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
     nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
@@ -197,10 +199,7 @@ def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:
 def check(action: Action, where: str) -> None:
     """Raise `PlanError` for an action that makes no sense."""
     problem = ""
-    if (
-        action.kind in ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss", *ALONG)
-        and not action.axis
-    ):
+    if action.kind in (*_SIZED, *ALONG) and not action.axis:
         problem = "says no axis"
     elif action.kind in ("lookup", "dropout", "length", "loss") and not action.function:
         problem = "names no function"

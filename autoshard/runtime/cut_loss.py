@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from autoshard import torch_private
 from autoshard.nested import map_tensors
-from autoshard.runtime.collectives import Axis, ProcessRanks
+from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks
 
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
-def is_awaited(ranks: Any) -> bool:
+def is_awaited(ranks: Ranks) -> bool:
     """Whether a module is running that computes such a loss on these ranks, with gradients."""
     watch = torch_private.innermost_function_mode()
     return (
@@ -29,8 +29,9 @@ def is_awaited(ranks: Any) -> bool:
     )  # fmt: skip
 
 
-def spread(part: torch.Tensor, ranks: ProcessRanks, dim: int) -> torch.Tensor:
+def spread(part: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
     """Return the whole of which this is a rank's part, as a tensor that stays in parts; all are equally large."""
+    assert isinstance(ranks, ProcessRanks)
     mesh = DeviceMesh.from_group(ranks.group, part.device.type)
     return DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
 

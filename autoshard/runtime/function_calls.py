@@ -28,7 +28,8 @@ class Watch(TorchFunctionMode):
         self.listed = listed
         first = next(iter(listed.values()))[1][0]
         self.ranks = first.ranks if isinstance(first, Step) else first.steps[0].ranks
-        self.has_loss = any(isinstance(step, Step) and step.action.kind == "loss" for _, steps in listed.values() for step in steps)
+        steps = [step for _, one in listed.values() for step in one if isinstance(step, Step)]
+        self.has_loss = any(step.action.kind == "loss" for step in steps)
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

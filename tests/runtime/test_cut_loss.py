@@ -12,6 +12,9 @@ from autoshard.plan.workload import Workload
 from autoshard.search.asked import completed
 from tests.ranks import run_jobs, run_ranks
 from tests.runtime.test_launched import devices_of
+from tests.torch_releases import sharded_replicas
+
+pytestmark = sharded_replicas
 
 CLASSES, WIDTH = 32, 16
 
@@ -71,7 +74,10 @@ CASES = {
     "smoothed": (flat, {}, {"label_smoothing": 0.1}),
     "tied": (flat, {"tied": True}, {}),
 }
-WHOLE = {"several readers": (scaled_by_length, {}, {}), "weighted": (flat, {}, {"weight": torch.arange(CLASSES, dtype=torch.float32)})}
+WHOLE = {
+    "several readers": (scaled_by_length, {}, {}),
+    "weighted": (flat, {}, {"weight": torch.arange(CLASSES, dtype=torch.float32)}),
+}
 
 
 def trained(name):
