@@ -10,6 +10,7 @@ embedding_colwise  columns of a table                         put together behin
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from autoshard.common.module_paths import join, parent
 from autoshard.errors import PlanError
@@ -79,7 +80,9 @@ def write_tp_plan(cuts: Sequence[Cut], left_whole: Sequence[Whole]) -> dict[str,
 
 
 def _styles(cut: Cut) -> dict[str, str]:
-    """Module path within the block -> style, of one cut."""
+    """Module path within the block -> style, of one cut. Logits that its loss reads in parts are gathered there."""
+    said = (action for action in cut.actions if action.kind != "loss")
+    cut = replace(cut, actions=tuple(replace(one, kind="gather") if one.kind == "spread" else one for one in said))
     if len(set(cut.shares)) > 1:
         raise _unsayable(cut, f"its shares differ ({', '.join(map(str, cut.shares))}), and a tp_plan cuts evenly")
     if cut.scales:
@@ -93,9 +96,9 @@ def _styles(cut: Cut) -> dict[str, str]:
             raise _unsayable(cut, f"{shard.name} is cut along dimension {shard.dim} as {shard.axis}")
         if name != "bias" and found.setdefault(module, style) != style:
             raise _unsayable(cut, f"parameters of {module} are cut in two ways")
-    said = {"reduce", "gather", "lookup", "enter"}
+    kinds = {"reduce", "gather", "lookup", "enter"}
     for action in cut.actions:
-        if action.kind not in said or (action.kind != "enter" and action.module not in found):
+        if action.kind not in kinds or (action.kind != "enter" and action.module not in found):
             raise _unsayable(cut, f"it takes a {action.kind} at {action.module or 'the block'}")
     return found
 

@@ -66,7 +66,9 @@ def cross_entropy(call: Callable[..., torch.Tensor], axis: Axis, args: tuple, kw
     part = logits.to_local()
     part = part if part.dtype in (torch.float32, torch.float64) else part.float()
     losses = _losses(part, labels.masked_fill(ignored, 0), axis, classes, given)
-    losses = losses.masked_fill(ignored, 0).to(logits.dtype)
+    losses = losses.masked_fill(ignored, 0)
+    if not torch.is_autocast_enabled(part.device.type):  # which computes losses in float32
+        losses = losses.to(logits.dtype)
     reduction = given.get("reduction", "mean")
     if reduction == "none":
         return losses

@@ -313,7 +313,7 @@ def _cut(request: Request, asked: bool = False) -> Plan:
         cuts = plan.cuts
         if divides:
             cuts = divide_tokens(request.composite, found, cuts)
-        if processes and profile.workload.training:
+        if processes and profile.workload.training and not request.inside_blocks:
             cuts = spread_logits(request.composite, found, cuts)
         return dataclasses.replace(plan, cuts=cuts)
 
