@@ -20,7 +20,7 @@ from autoshard.axes.axis import Factor, leaves, resolve
 from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
 from autoshard.axes.places import Lookup, Places, Unplaceable
-from autoshard.axes.regions import OUTSIDE, Region, find_regions
+from autoshard.axes.regions import OUTSIDE, Region, element_of, find_regions
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative
@@ -45,7 +45,9 @@ def divide_tokens(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> 
     made = list(cuts)
     for region in found.regions:
         own = [cut for cut in made if cut.blocks == region.paths]
-        if region.path == OUTSIDE or len(region.paths) < 2 or not own:
+        inside = set(region.paths)
+        alone = any(block not in inside and element_of(block, inside) for cut in made for block in cut.blocks)
+        if region.path == OUTSIDE or len(region.paths) < 2 or not own or alone:  # of modules in it, cut by themselves
             continue
         groups = [group for cut in own if (group := group_of(found, cut)) is not None]
         if len(groups) != len(own):

@@ -52,7 +52,7 @@ class Fixed:
 def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") -> Limits:
     """Derive the limits from the blocks of a model; `widest`: devices of a host, which tensor parallelism stays in."""
     layers = [block for block in work.blocks if block.layer]
-    cut = [block.most_shares for block in layers if block.cut_elements]
+    cut = [block.most_shares for block in layers or work.blocks if block.cut_elements]
     degrees = range(1, max(cut, default=1) + 1)
     tensor = tuple(n for n in degrees if n <= widest and all(most % n == 0 for most in cut))
     return Limits(

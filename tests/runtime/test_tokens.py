@@ -85,6 +85,14 @@ class Counting(Block):
         return x + self.mlp(self.second(x))
 
 
+class Apart(Block):
+    """Matrices of its second half are cut each by itself: what is between them mixes the columns."""
+
+    def forward(self, x, bias):
+        x = x + self.attention(self.first(x))
+        return x + self.mlp.down(self.mlp.up(self.second(x)).cumsum(-1) / 64)
+
+
 class Net(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -153,6 +161,7 @@ EXPECTED = {
     Dropping: (2, 2, 2, 1, 1),
     Flat: (1, 1, 2, 1, 1),
     Counting: (0, 0, 0, 0, 0),
+    Apart: (0, 0, 0, 0, 0),
     "whole": (0, 0, 0, 0, 0),
 }
 

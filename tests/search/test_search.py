@@ -278,3 +278,13 @@ def test_ranks_on_unequal_devices_have_the_part_of_the_weakest():
         assert plan.mesh.size == 2 and any("each is planned with the least speed" in why for why in plan.reasons)
     equal = autoshard.plan(model, "2xT4", inputs=inputs, **asked)
     assert {plan.mesh for plan in plans} == {equal.mesh}
+
+
+def test_matrices_of_a_model_without_repeated_layers_can_be_cut():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+    workload = Workload(batch_size=8, mode="training")
+    chosen = choose(
+        model, torch.zeros(8, 16), workload, parse_devices("4xT4"), strategy="auto", objective="latency",
+        wishes=Wishes(mesh={"tp": 2, "fsdp": 2}),
+    )  # fmt: skip
+    assert chosen is not None and (chosen.plan.mesh.tp, chosen.plan.mesh.fsdp) == (2, 2)
