@@ -165,7 +165,6 @@ def outcome(case: Adversary, strategy: str) -> Outcome:
 
     Raises `Difference` for what is silently wrong, or stops with an error that is not for users.
     """
-    expected = _expected(case)
     with autoshard.simulate("2x64MiB") as devices:
         try:
             plan = planned(case, strategy, devices)
@@ -173,6 +172,8 @@ def outcome(case: Adversary, strategy: str) -> Outcome:
             return Outcome("refused", str(error))
         if not divides(plan):
             return Outcome("whole")
+    expected = _expected(case)
+    with autoshard.simulate("2x64MiB"):
         for number, change in enumerate(case.states):
             runs = _runs(case, change, plan)
             for done, wanted in enumerate(expected[number]):

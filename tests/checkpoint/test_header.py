@@ -59,14 +59,11 @@ def test_a_directory_opens_as_transformers_opens_it(sharded, tmp_path):
     [
         ({"a": tensor(0, 4), "b": tensor(2, 6)}, b"123456", "invalid offset for tensor `b`"),
         ({"a": tensor(0, 4)}, b"12345", "file not fully covered"),
-        ({"a": tensor(0, 4)}, b"123", "file not fully covered"),
         ({"a": tensor(0, 4, "F32", [2])}, b"1234", "invalid shape"),
         ({"a": tensor(0, 4, "F99", [4])}, b"1234", "`F99`"),
-        ({"a": tensor(0, 4, shape=[-4])}, b"1234", "`-4`"),
         ({"a": {"dtype": "U8", "shape": [4]}}, b"1234", "missing field"),
         ({"__metadata__": {"x": 1}, "a": tensor(0, 4)}, b"1234", "damaged"),
         (b'{"a":' + b"[" * 200_000, b"", "JSON"),
-        (b'{"\xff":1}', b"", "damaged"),
         (b"", b"", "damaged"),
     ],
 )
@@ -90,14 +87,12 @@ def test_an_index_may_not_leave_its_directory(sharded, name):
     [
         ({"a": "one.safetensors", "b": "one.safetensors"}, "no file of the index has it"),
         ({"a": "two.safetensors", "b": "one.safetensors"}, "it is in"),
-        ({"a": "one.safetensors", "c": "two.safetensors"}, "no file of the index has it"),
         ({"a": "one.safetensors", "b": "three.safetensors"}, "does not exist"),
         ({"a": "one.safetensors"}, None),
         ({"b": "two.safetensors", "a": 3}, "no file in its directory"),
         ({"b": "two.safetensors", "a": "o\0"}, "no file in its directory"),
         ({"b": "two.safetensors", "a": "."}, "not a file"),
         ({}, "no weight_map"),
-        (["a"], "no weight_map"),
         (None, "no weight_map"),
     ],
 )

@@ -12,23 +12,16 @@ from typer.testing import CliRunner
 import autoshard
 from autoshard.cli.main import app
 from autoshard.cluster.files import cluster_from_dict
+from autoshard.cluster.parse import parse_devices
+from autoshard.integrations.peer_maps import peer_maps
 from autoshard.plan import Plan
+from tests.models import by_name
+from tests.report.net import BLOCK
 
 ROOT = Path(autoshard.__file__).parents[1]
-MODEL = """
-import torch
-from torch import nn
-
+MODEL = f"""
 print("the file prints this")
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
+{BLOCK}
 def model():
     return nn.Sequential(*[Block() for _ in range(8)])
 
@@ -279,3 +272,33 @@ def test_a_plan_file_and_a_map_are_traced_and_reported(file, tmp_path):
     maps.write_text(json.dumps({str(i): "cuda:0" if i < 3 else "cuda:1" for i in range(8)}))
     assert "does not say which model" in command("report", maps, expect=2).stderr
     command("trace", maps, file, "-o", trace)
+
+
+def test_all_strategies_and_peers_are_priced_alike(file):
+    asked = ("compare", file, "-d", "1x700KiB,1x1500KiB", "--objective", "throughput", "--batch", "4", "--json")
+    data = json.loads(command(*asked).stdout)
+    rows = {row["name"]: row for row in data["strategies"]}
+    assert {"sequential", "balanced", "column-parallel", "pipeline", "data-parallel"} <= set(rows)
+    assert all(row["possible"] or row["refused"] for row in rows.values())
+    best = min((row for row in rows.values() if row["possible"] and row["usable_now"]), key=lambda row: row["value"])
+    assert rows[data["chosen"]]["value"] == pytest.approx(best["value"], rel=1e-8)
+    assert data["lower_bound"] <= best["value"] * (1 + 1e-9)
+    theirs = {row["name"]: row for row in data["others"]}
+    assert theirs["Accelerate balanced"]["bottleneck_seconds"] >= rows["balanced"]["bottleneck_seconds"]
+
+
+def test_what_spills_is_said():
+    case = by_name("llama")
+    tight, roomy = (
+        {one.name: one for one in peer_maps(case.model(), parse_devices({"cuda:0": size, "cuda:1": size}))}
+        for size in ("50KB", "1GiB")
+    )
+    assert all(one.refused and not one.device_map for one in tight.values())
+    assert set(roomy["Accelerate balanced"].device_map.values()) == {"cuda:0", "cuda:1"}
+
+
+def test_a_model_without_parameters_is_compared(tmp_path):
+    file = tmp_path / "model.py"
+    file.write_text("import torch\nmodel, example_inputs = torch.nn.Identity(), torch.zeros(2, 3)\n")
+    others = json.loads(command("compare", file, "-d", "2x1MiB", "--json").stdout)["others"]
+    assert all("placements are empty" in row["refused"] for row in others)

@@ -8,19 +8,10 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 from autoshard.common.sizes import format_seconds
 from autoshard.plan import Plan
+from tests.report.net import BLOCK
 
-MODEL = """
-import torch
-from torch import nn
-from torch.nn import functional as F
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(512, 2048), nn.Linear(2048, 512)
-    def forward(self, x):
-        return x + self.down(F.gelu(self.up(x)))
-
+MODEL = f"""
+{BLOCK.replace("64", "512").replace("256", "2048")}
 model = nn.Sequential(*[Block() for _ in range(6)])
 
 def example_inputs(batch_size=8):

@@ -11,11 +11,10 @@ import torch.distributed as dist
 
 import autoshard
 from autoshard.errors import ApplyError, PlanError, RankError
-from tests.conformance.rank_checks import CACHES, RELATIVE, assert_close, check_models, own_plan
+from tests.conformance.rank_checks import CACHES, check_models, own_plan
 from tests.conformance.tp_plans import slow_devices
 from tests.models import HF_CASES, by_name
-from tests.ranks import run_ranks
-from tests.torch_releases import COMPILES_HOOKS
+from tests.ranks import run_jobs, run_ranks
 
 QUICK = {
     2: ["llama", "convnext"],
@@ -24,11 +23,11 @@ QUICK = {
 }
 
 
-@pytest.mark.parametrize("count", [2, *(pytest.param(count, marks=pytest.mark.slow) for count in (3, 4))])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 3, 4])
 def test_equal_to_the_whole_model(count):
-    run_ranks(
-        check_models, count, QUICK[count], CACHES if count == 2 else CACHES[:1], timeout_seconds=300, group_seconds=120
-    )
+    caches = CACHES if count == 2 else CACHES[:1]
+    run_ranks(check_models, count, QUICK[count], caches, timeout_seconds=300, group_seconds=120)
 
 
 @pytest.mark.slow
@@ -50,8 +49,6 @@ def plans_by_themselves():
         auto_cuts_where_that_pays(case)
     shared_with_others(case, plan)
     caches_of_others(case, plan)
-    if COMPILES_HOOKS:
-        compiled(case, plan)
     return plan.to_json()
 
 
@@ -97,17 +94,8 @@ def caches_of_others(case, plan):
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 
 
-def compiled(case, plan):
-    """The collectives do not break the graph of a compiled model."""
-    whole, model = case.model(), case.model()
-    autoshard.apply(model, plan)
-    inputs = {"input_ids": case.example()["input_ids"], "use_cache": False}
-    run = torch.compile(model, fullgraph=True, backend="eager")
-    with torch.no_grad():
-        assert_close("compiled", run(**inputs), whole(**inputs), RELATIVE)
-
-
-def test_ranks_that_plan_by_themselves_agree():
-    # one rank plans for long while the other waits
-    one, other = run_ranks(plans_by_themselves, 2, timeout_seconds=300, group_seconds=120)
-    assert one == other
+def test_two_ranks():
+    """Equal to the whole model, on the plan of one of them; and each rank plans alike, while the other waits."""
+    jobs = {"models": (check_models, QUICK[2], CACHES[:2]), "plans": (plans_by_themselves,)}
+    one, other = run_ranks(run_jobs, 2, jobs, timeout_seconds=300, group_seconds=120)
+    assert one["plans"] == other["plans"]

@@ -1,9 +1,6 @@
 """Dividing calls along the batch and putting outputs together: every row comes back where it was."""
 
-import gc
-import weakref
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from autoshard.errors import PlanError
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
-from autoshard.runtime.chunks import bind, count_rows, split, split_rows
-from autoshard.runtime.merging import Unmerged, merge
+from autoshard.runtime.chunks import count_rows, split, split_rows
+from autoshard.runtime.merging import merge
 
 
 class Takes(nn.Module):
@@ -49,22 +46,6 @@ IDS = ("ids", 0, "*8")
 
 def cat(path, axis="*8", dim=0):
     return BatchOutput(path=path, how="cat", dim=dim, axis=axis)
-
-
-def test_arguments_are_named_by_the_forward():
-    bound = bind(Takes(), (1, 2, 3, 4), {"scale": 5, "labels": 6})
-    assert bound == {"ids": 1, "mask": 2, "more": (3, 4), "scale": 5, "others": {"labels": 6}}
-    with pytest.raises(TypeError, match="ids"):
-        bind(Takes(), (), {})
-
-
-def test_rows_are_divided_as_tensor_split_does():
-    ids = torch.arange(20).view(10, 2)
-    parts = split(axis_of(IDS, plain=("scale=2.0",)), Takes(), (ids,), {"scale": 2.0}, 4)
-    assert [part.rows for part in parts] == [3, 3, 2, 2]
-    for part, wanted in zip(parts, ids.tensor_split(4), strict=True):
-        assert torch.equal(part.args[0], wanted) and part.kwargs == {"scale": 2.0}
-        assert part.args[0].data_ptr() == wanted.data_ptr(), "a copy instead of a view"
 
 
 def test_nested_inputs_are_divided_and_whole_ones_are_not():
@@ -155,24 +136,6 @@ def test_a_mean_is_weighted_by_rows_in_float32():
     parts = split(batch, Takes(), (torch.zeros(5),), {}, 2)
     merged = merge(batch, [torch.tensor(1.0, dtype=torch.bfloat16), torch.tensor(2.0, dtype=torch.bfloat16)], parts)
     assert merged.dtype == torch.bfloat16 and merged == torch.tensor(1.4).bfloat16()
-
-
-def test_an_object_with_state_is_refused_when_it_is_used():
-    """What was put together goes without garbage collection."""
-    batch = axis_of(IDS, outputs=[cat("0")])
-    parts = split(batch, Takes(), (torch.zeros(4),), {}, 2)
-    gc.disable()
-    try:
-        caches = [SimpleNamespace(keys=torch.zeros(2)) for _ in range(2)]
-        tensor, cache = merge(batch, [(torch.zeros(2), own) for own in caches], parts)
-        assert tensor.shape == (4,) and isinstance(cache, Unmerged)
-        with pytest.raises(PlanError, match="the output 1 is a SimpleNamespace"):
-            cache.keys  # noqa: B018
-        gone = weakref.ref(tensor)
-        del tensor
-        assert gone() is None
-    finally:
-        gc.enable()
 
 
 def test_targets_are_divided_as_the_rows_are():

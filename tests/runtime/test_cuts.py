@@ -76,7 +76,9 @@ def compiled():
         apply_cuts(model, cuts, ProcessRanks.of())
         torch._dynamo.reset()
         run = torch.compile(model, fullgraph=True, backend=backend)
-        result = run(*case.inputs)  # without gradients: tests/conformance/test_ranks.py
+        with torch.no_grad():
+            assert_equal(run(*case.inputs), original(*case.inputs), **TOLERANCE)
+        result = run(*case.inputs)
         assert_equal(result, original(*case.inputs), **TOLERANCE)
         loss_of(result).backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters()}

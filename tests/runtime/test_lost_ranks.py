@@ -187,10 +187,8 @@ SIZES |= {"sharded replicas": 4, "sharded columns": 4}
 WAYS, PHASES = ("kill", "raise", "stop"), ("before", "apply", "forward", "backward", "save")
 USUAL = {
     ("columns", "stop", "apply"),
-    ("mesh", "kill", "forward"),
     ("stages 2", "kill", "backward"),
     ("sharded", "raise", "save"),
-    ("replicas", "kill", "save"),
     ("sharded replicas", "kill", "backward"),
 }
 

@@ -3,6 +3,7 @@
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -98,7 +99,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed, self.head = nn.Embedding(24, WIDTH), nn.Linear(WIDTH, 24)
         self.bias = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
-        self.blocks = nn.ModuleList(kind() for _ in range(3))
+        self.blocks = nn.ModuleList(kind() for _ in range(2))
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -115,13 +116,13 @@ def made(kind):
     return Net(kind)
 
 
-def plan_of(kind):
-    """With where to cut, which is found once here and not by every process."""
+def plans_of(kinds):
+    """One plan, with where to cut each of the models, which is found once here and not by every process."""
     plan = autoshard.plan(
-        made(kind), devices_of(2), inputs={"ids": IDS}, launch="processes", mesh="tp=2", precision="full",
+        made(Block), devices_of(2), inputs={"ids": IDS}, launch="processes", mesh="tp=2", precision="full",
         workload=Workload(mode="training", batch_size=SAMPLES),
     )  # fmt: skip
-    return completed(plan.to_json(), made(kind), {"ids": IDS})
+    return {kind: completed(plan.to_json(), made(kind), {"ids": IDS}) for kind in kinds}
 
 
 def step(model, ids):
@@ -167,11 +168,17 @@ EXPECTED = {
 
 
 @sharded_replicas
-def test_steps_are_those_of_one_process():
+@pytest.mark.parametrize(
+    "kinds",
+    [(Block, Mixing, Counting), pytest.param((NormsBehind, Dropping, Flat), marks=pytest.mark.slow)],
+    ids=["usual", "more"],
+)
+def test_steps_are_those_of_one_process(kinds):
     """Sums in another order: 1e-5 in float32. Lengths that can't be divided are for evaluation."""
-    plans = {kind: plan_of(kind) for kind in EXPECTED if kind != "whole"}
-    undivided = replace(plans[Block], sequence_parallel=False, cuts=())
-    plans["whole"] = completed(undivided.to_json(), made(Block), {"ids": IDS})
+    plans = plans_of(kinds)
+    if Block in plans:
+        undivided = replace(plans[Block], sequence_parallel=False, cuts=())
+        plans["whole"] = completed(undivided.to_json(), made(Block), {"ids": IDS})
     jobs = {kind: (compared, Block if kind == "whole" else kind, plan) for kind, plan in plans.items()}
     for found in run_ranks(run_jobs, 2, jobs):
         for kind, (error, counts, said) in found.items():
