@@ -10,15 +10,34 @@ from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
-from tests.search.models import Decoder
 
 
-def decoder(width: int = 64, *, tied: bool = False) -> nn.Module:
-    """Eight layers; returns logits, or with labels the mean loss."""
-    model = Decoder(width, 8, 4, 100)
-    if tied:
-        model.head.weight = model.embed.weight
-    return model
+class Block(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Decoder(nn.Module):
+    """Returns logits, or with labels the mean loss."""
+
+    def __init__(self, layers: int = 8, width: int = 64, words: int = 100, tied: bool = False):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids, labels=None):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.head(self.norm(x))
+        return x if labels is None else nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
 def inputs_for(size: int = 8, length: int = 16, *, training: bool = False) -> dict[str, torch.Tensor]:

@@ -7,13 +7,13 @@ from autoshard.check.batch import find_batch_axis
 from autoshard.cluster.parse import parse_devices
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.errors import PlanError
-from tests.pipeline_models import decoder, halves, inputs_for, plan_by_hand, profile_of
+from tests.pipeline_models import Decoder, halves, inputs_for, plan_by_hand, profile_of
 from tests.runtime.pipelines import pipeline as pipeline_by_hand
 
 
 @pytest.fixture(scope="module")
 def inference():
-    return profile_of(decoder().eval())
+    return profile_of(Decoder().eval())
 
 
 def priced(profile, spec="2xA100-40GB", groups=None, **options):
@@ -32,7 +32,7 @@ def test_more_micro_batches_than_rows_are_refused(inference):
 @pytest.mark.parametrize(("train", "recompute"), [(True, False), (True, True), (False, False)])
 def test_peaks_are_those_of_the_run_in_one_process(train, recompute):
     """Of the stages of a decoder with a tied matrix, whose outputs are put together on the first device."""
-    model, inputs = decoder(tied=True).train(train), inputs_for(training=train)
+    model, inputs = Decoder(tied=True).train(train), inputs_for(training=train)
     workload = autoshard.Workload(mode="training" if train else "inference", batch_size=8, optimizer="none")
     batch = find_batch_axis(model, inputs, workload)
     plan = pipeline_by_hand(model, inputs, batch, recompute=recompute, workload=workload)

@@ -9,17 +9,17 @@ from autoshard.engine.pipelines import estimate_stages, run_plan
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.strategies.pipeline import opened, pipeline
-from tests.pipeline_models import batch_of, decoder, profile_of
+from tests.pipeline_models import Decoder, batch_of, profile_of
 
 
 @pytest.fixture(scope="module")
 def inference():
-    return profile_of(decoder(256).eval(), length=64)
+    return profile_of(Decoder(width=256).eval(), length=64)
 
 
 @pytest.fixture(scope="module")
 def training():
-    return profile_of(decoder(256), length=64, training=True)
+    return profile_of(Decoder(width=256), length=64, training=True)
 
 
 def planned(profile, spec="4xA100-40GB", **options) -> Plan:
@@ -80,7 +80,7 @@ def test_one_device_and_too_little_memory_are_refused(inference):
 
 
 def test_a_batch_that_nothing_divides_is_cut_raggedly():
-    profile = profile_of(decoder(256).eval(), 7, 64)
+    profile = profile_of(Decoder(width=256).eval(), 7, 64)
     cluster = parse_devices("2xA100-40GB")
     cluster = replace(cluster, devices=tuple(replace(device, launch_seconds=0.0) for device in cluster.devices))
     plan = pipeline(profile, cluster, batch_of(7))
