@@ -5,7 +5,6 @@ Every rank sends what it has, or the error that stopped it, and every rank raise
 
 import hashlib
 import pickle
-import uuid
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from autoshard.errors import RankError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut
 from autoshard.runtime.collectives import ProcessRanks, Ranks
-from autoshard.runtime.departed import Process, this_process
 from autoshard.runtime.meeting import meet
 from autoshard.runtime.moves import named_tensors
 
@@ -31,10 +29,7 @@ _COMPARED_BYTES = 64 << 10  # integers up to this size are compared between rank
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankState:
-    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators.
-
-    `process`: which one it is; it may well differ. `token`: of rank 0, see `Peers`.
-    """
+    """What must be the same on all ranks, as hashes; `error`: why a rank can't go on; `random`: its generators."""
 
     plan: str = ""
     model: str = ""
@@ -42,8 +37,6 @@ class RankState:
     inputs: str = ""
     error: str = ""
     random: tuple[torch.Tensor, ...] = ()
-    process: Process | None = None
-    token: str = ""
 
 
 def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> RankState:
@@ -93,10 +86,7 @@ def agree(ranks: Ranks, mark: RankState, error: Exception | None = None, device:
     """
     if isinstance(ranks, ProcessRanks):
         mark = RankState(error=str(error) or type(error).__name__) if error is not None else mark
-        first = ranks.rank == 0
-        mark = replace(
-            mark, process=this_process(), random=mark.random if first else (), token=uuid.uuid4().hex if first else ""
-        )
+        mark = replace(mark, random=mark.random if ranks.rank == 0 else ())
         try:
             words = meet(ranks, pickle.dumps(mark), error is not None)
         except RankError as problem:
@@ -125,9 +115,6 @@ def _decide(ranks: ProcessRanks, marks: Mapping[int, RankState], device: torch.d
     failed = next((rank for rank, mark in marks.items() if mark.error), None)
     if failed is not None:
         raise RankError(f"rank {members[failed]} can't take part: {marks[failed].error}")
-    processes = [mark.process for mark in marks.values() if mark.process is not None]
-    ranks.peers.processes.update(zip(members, processes, strict=True))
-    ranks.peers.token = ranks.peers.token or marks[0].token
     problem = _compared(list(marks.values()), members)
     if problem:
         raise RankError(problem)

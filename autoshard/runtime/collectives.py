@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from autoshard.errors import ApplyError, RankError, first_line
 from autoshard.plan.sharding import coordinates_of, kept, resized
-from autoshard.runtime.departed import Peers, find_gone, peers_of, said_of
+from autoshard.runtime.departed import find_gone, said_of
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -100,14 +100,13 @@ class ProcessRanks:
     """Ranks that are processes: a group of torch.distributed, in which this process is number `rank` of `size`.
 
     The group belongs to torch: a model that kept it would keep its threads, too, after it was destroyed.
-    `members`: their ranks among all processes, which is how errors name them; `peers`: what is known of all processes.
+    `members`: their ranks among all processes, which is how errors name them.
     """
 
     known: "weakref.ref[Any]"
     rank: int
     size: int
     members: tuple[int, ...]
-    peers: Peers = field(repr=False)
 
     @classmethod
     def of(cls, group: Any = None) -> "ProcessRanks":
@@ -119,7 +118,7 @@ class ProcessRanks:
         group = dist.group.WORLD if group is None else group
         return cls(
             known=weakref.ref(group), rank=dist.get_rank(group), size=dist.get_world_size(group),
-            members=tuple(dist.get_process_group_ranks(group)), peers=peers_of(dist.group.WORLD),
+            members=tuple(dist.get_process_group_ranks(group)),
         )  # fmt: skip
 
     @property
@@ -229,8 +228,7 @@ def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
     own = ranks.members[ranks.rank]
     if isinstance(error, torch.OutOfMemoryError):  # nobody is lost but this rank
         return RankError(f"rank {own} has no memory left for a collective: {first_line(error)} Plan for less on it.")
-    gone = find_gone(ranks.peers, ranks.members, own)
-    if gone is not None:
+    if gone := find_gone(ranks.members, own):
         return RankError(said_of(own, gone))
     reason = (str(error).strip().splitlines() or ["no reason given"])[0]
     others = [str(rank) for rank in ranks.members if rank != own]

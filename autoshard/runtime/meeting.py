@@ -15,9 +15,9 @@ from typing import Any
 from autoshard import torch_private
 from autoshard.errors import RankError
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.departed import Gone, Process, answered, find_gone, said_of, this_process
+from autoshard.runtime.departed import answered, said_of
 
-_FIRST_PAUSE, _LONGEST_PAUSE, _LOOK_SECONDS = 0.0005, 0.05, 0.5
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05
 _meetings: dict[str, int] = {}
 """Name of a group -> meetings of it that this process was at. It goes on after the group is destroyed: keys stay."""
 
@@ -45,9 +45,7 @@ def meet(ranks: ProcessRanks, word: bytes, failed: bool) -> dict[int, bytes]:
 
 
 def _come(store: Any, ranks: ProcessRanks, begin: str, word: bytes, failed: bool) -> None:
-    """Leave a word, and which process this is."""
-    own = this_process()
-    store.set(f"autoshard/process/{ranks.members[ranks.rank]}", f"{own.pid} {own.host}")
+    """Leave a word."""
     store.set(f"{begin}{ranks.rank}", word)
     if failed:
         store.set(f"{begin}failed", b"1")
@@ -57,23 +55,15 @@ def _wait(store: Any, ranks: ProcessRanks, begin: str) -> dict[int, bytes]:
     """Wait for the words of the others. Raises `RankError`, and RuntimeError if the store is gone."""
     own, keys = ranks.members[ranks.rank], [f"{begin}{rank}" for rank in range(ranks.size)]
     seconds = max(1.0, timedelta.total_seconds(store.timeout))
-    started = looked = time.monotonic()
-    pause = _FIRST_PAUSE
-    while True:
-        words = answered(partial(_words, store, keys, f"{begin}failed"))
-        if words:
-            return words
-        now = time.monotonic()
-        late = now > started + seconds
-        if late or words is None or now > looked + _LOOK_SECONDS:
-            looked = now
-            missing = answered(partial(_missing, store, ranks, keys)) or ranks.members
-            gone = find_gone(ranks.peers, missing, own, use_store=False, wait=False)
-            if late or (gone is not None and gone.how == "ended"):
-                where = f"in {seconds:.0f} s" if late else "before all ranks had agreed"
-                raise RankError(said_of(own, gone or Gone(ranks=missing, how="silent"), where))
+    deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE
+    while not (words := answered(partial(_words, store, keys, f"{begin}failed"))):
+        if time.monotonic() > deadline:
+            there = answered(lambda: [store.check([key]) for key in keys]) or [rank == own for rank in ranks.members]
+            missing = [rank for rank, came in zip(ranks.members, there, strict=True) if not came]
+            raise RankError(said_of(own, missing or ranks.members, f"in {seconds:.0f} s"))
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    return words
 
 
 def _words(store: Any, keys: Sequence[str], failed: str) -> dict[int, bytes]:
@@ -83,16 +73,3 @@ def _words(store: Any, keys: Sequence[str], failed: str) -> dict[int, bytes]:
     if not store.check([failed]):
         return {}
     return {rank: store.get(key) for rank, key in enumerate(keys) if store.check([key])}
-
-
-def _missing(store: Any, ranks: ProcessRanks, keys: Sequence[str]) -> list[int]:
-    """Who has not come, by the ranks of all processes; notes which processes they are, where they ever met others."""
-    found = []
-    for rank, key in zip(ranks.members, keys, strict=True):
-        if not store.check([key]):
-            found.append(rank)
-            process = f"autoshard/process/{rank}"
-            if rank not in ranks.peers.processes and store.check([process]):
-                pid, _, host = store.get(process).decode().partition(" ")
-                ranks.peers.processes[rank] = Process(host, int(pid))
-    return found

@@ -13,7 +13,6 @@ import autoshard
 from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.runtime import sharded as sharded_replicas
 from autoshard.runtime.collectives import ProcessRanks, lost
-from autoshard.runtime.departed import Peers
 from autoshard.runtime.dispatch import own_name
 from autoshard.runtime.pipeline_record import pipeline_record
 from tests import torch_releases
@@ -188,7 +187,7 @@ def test_a_norm_of_parts_is_noticed_in_one_process():
 
 
 def test_a_rank_without_memory_blames_nobody_else():
-    ranks = ProcessRanks(known=lambda: None, rank=1, size=2, members=(0, 1), peers=Peers())
+    ranks = ProcessRanks(known=lambda: None, rank=1, size=2, members=(0, 1))
     error = lost(ranks, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert str(error).startswith("rank 1 has no memory left for a collective: CUDA out of memory.")
 
