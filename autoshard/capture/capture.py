@@ -105,22 +105,7 @@ def record_forward(
     call_log = CallLog(grad, failing, most_ops, histories)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, call_log=call_log,
               small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
-    try:
-        graph = _at(run, "fake", ())
-    except VALUE_ERRORS:
-        try:
-            graph = _forced(run, "invented")
-        except CaptureError:  # invented values led where none that the model computes do
-            if not real or _without_values(model):
-                raise
-            graph = _forced(run, "real")
-    except CaptureError:
-        raise
-    except Exception as error:
-        if not real or _without_values(model):
-            raise _refusal(run, error) from error
-        graph = _forced(run, "real")
-    return graph, call_log
+    return _climb(run, None, real), call_log
 
 
 def calls_of(model: nn.Module, inputs: Any, workload: Workload) -> list[Call]:
@@ -175,8 +160,8 @@ def _first_that_runs(run: Run, calls: list[Call], level: Level | None) -> ModelG
     ) from refused
 
 
-def _climb(run: Run, level: Level | None) -> ModelGraph:
-    """Try the levels from the top, or the one asked for."""
+def _climb(run: Run, level: Level | None, real: bool = True) -> ModelGraph:
+    """Try the levels from the top, or the one asked for; `real`: a model that has values may be run with them."""
     if level is not None:
         return _forced(run, level)
     try:
@@ -186,16 +171,16 @@ def _climb(run: Run, level: Level | None) -> ModelGraph:
     except Exception as error:
         stopped = error
     notes: tuple[str, ...] = (f"level fake stopped at {place(stopped)}: {_reason(stopped)}",)
-    empty, by_values = _without_values(run.model), isinstance(stopped, VALUE_ERRORS)
-    if run.composite and by_values and not empty:  # ranks are followed without values, as the whole then is
+    by_values, empty = isinstance(stopped, VALUE_ERRORS), _without_values(run.model)
+    if not real or empty:
+        if not by_values:
+            raise _refusal(run, stopped) from stopped
+        notes += ("level real left out: the model has no values",) if empty else ()
+        return _forced(run, "invented", notes)
+    if run.composite and by_values:  # ranks are followed without values, as the whole then is
         with suppress(CaptureError):  # invented values led where none that the model computes do
             return _forced(run, "invented", notes)
-    if not empty:
-        return _forced(run, "real", notes)
-    if by_values:
-        notes += ("level real left out: the model has no values",)
-        return _forced(run, "invented", notes)
-    raise _refusal(run, stopped) from stopped
+    return _forced(run, "real", notes)
 
 
 def _forced(run: Run, level: Level, notes: tuple[str, ...] = ()) -> ModelGraph:

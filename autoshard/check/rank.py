@@ -11,6 +11,7 @@ from torch import nn
 from autoshard.capture.capture import calls_of
 from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.material import put_placeholders
 from autoshard.common.packed import is_packed
 from autoshard.nested import flat_tensors
 from autoshard.plan.sharding import Cut
@@ -67,15 +68,12 @@ def on_meta(module: nn.Module) -> nn.Module:
 
 def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
     """Replace what is on meta by fake CPU tensors, in place: code that asks for a device sees the CPU."""
-    made: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        for table in (part._parameters, part._buffers):
-            for name, tensor in table.items():
-                if tensor is not None and tensor.is_meta:
-                    if id(tensor) not in made:
-                        fake = fake_from_meta(mode, tensor.detach())
-                        made[id(tensor)] = nn.Parameter(fake) if isinstance(tensor, nn.Parameter) else fake
-                    table[name] = made[id(tensor)]  # type: ignore[assignment]
+
+    def fake(tensor: torch.Tensor, kind: str) -> torch.Tensor:
+        made = fake_from_meta(mode, tensor.detach()) if tensor.is_meta else tensor
+        return nn.Parameter(made) if isinstance(tensor, nn.Parameter) and made is not tensor else made
+
+    put_placeholders(module, fake)
 
 
 def record_rank(

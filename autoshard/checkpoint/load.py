@@ -102,10 +102,7 @@ def _load_whole(
             report = read_into(checkpoint, sources, targets, progress=progress)
         except Exception as found:
             error = found
-        if ranks is not None:
-            agree(ranks, RankState(), error)
-        elif error is not None:
-            raise error
+        agree(ranks, RankState(), error)
         if plan is not None:
             apply_plan(model, plan)
     except BaseException:

@@ -296,10 +296,7 @@ def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: Rank
         made = CheckpointError(f"could not write {error.filename or path}: {error.strerror or error}. {_KEPT}")
         made.__cause__ = error
         error = made
-    if ranks is not None:
-        agree(ranks, mark or RankState(), error)
-    elif error is not None:
-        raise error
+    agree(ranks, mark or RankState(), error)
 
 
 def _digest(shards: Sequence[FileShard]) -> str:

@@ -30,7 +30,7 @@ from autoshard.checkpoint.boxes import Box
 from autoshard.checkpoint.parts import Held, Layout, layout_of, tensors_of
 from autoshard.checkpoint.write import replacing, standing
 from autoshard.errors import CheckpointError, first_line
-from autoshard.runtime.agreement import RankState, agree
+from autoshard.runtime.agreement import together
 from autoshard.runtime.collectives import ProcessRanks, count_processes, lost
 
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra", "random."
@@ -75,15 +75,15 @@ class LoadParts(DefaultLoadPlanner):
 def save_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer: Optimizer | None, state: Any) -> None:
     """Write a checkpoint; see `autoshard.save_checkpoint`."""
     path, ranks = Path(path), _ranks()
-    with _agreed(ranks):
+    with together(ranks):
         content = _content(model, optimizer, state, ranks)
         _check_place(path)
     with contextlib.ExitStack() as stack:
         folder = _shared_folder(stack, path, ranks)
-        with _agreed(ranks), _explained(ranks, path, "written"), torch.no_grad():
+        with together(ranks), _explained(ranks, path, "written"), torch.no_grad():
             writer = dcp.FileSystemWriter(folder, sync_files=True, thread_count=1)
             dcp.save({}, storage_writer=writer, planner=SaveParts(content), no_dist=ranks is None)
-    with _agreed(ranks):  # nobody reads before the exchange
+    with together(ranks):  # nobody reads before the exchange
         pass
 
 
@@ -98,12 +98,12 @@ def load_checkpoint(path: "str | os.PathLike[str]", model: nn.Module, optimizer:
         return content
 
     own = f"{RANDOM}{0 if ranks is None else ranks.rank}"
-    with _agreed(ranks):
+    with together(ranks):
         saved = _read_metadata(reader, path)
     pickled = read({key: None for key in (EXTRA, own) if key in saved})
     extra = pickled[EXTRA]
     # Nothing is written into the model before all is known to fit.
-    with _agreed(ranks):
+    with together(ranks):
         wanted, made = _wanted(model, optimizer, saved, path)
         if optimizer is not None:
             _check_groups(model, optimizer, extra["groups"], path)
@@ -122,20 +122,6 @@ def _ranks() -> ProcessRanks | None:
     return ProcessRanks.of() if count_processes() > 1 else None
 
 
-@contextlib.contextmanager
-def _agreed(ranks: ProcessRanks | None) -> Iterator[None]:
-    """Raise on all ranks if the block raises on one of them."""
-    problem: Exception | None = None
-    try:
-        yield
-    except Exception as error:
-        problem = error
-    if ranks is not None:
-        agree(ranks, RankState(), problem)
-    if problem is not None:
-        raise problem
-
-
 def _check_place(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory. Choose another path.")
@@ -148,7 +134,7 @@ def _check_place(path: Path) -> None:
 def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks | None) -> Path:
     """The directory that all ranks write to, made by rank 0, which puts it in its place at the end."""
     said: list[Any] = [None]
-    with _agreed(ranks):
+    with together(ranks):
         if ranks is None or ranks.rank == 0:
             try:
                 said = [str(stack.enter_context(replacing(path, carry_over=False)))]
@@ -161,7 +147,7 @@ def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks 
     except RuntimeError as error:
         raise lost(ranks, error) from error
     folder = Path(said[0])
-    with _agreed(ranks):
+    with together(ranks):
         if not folder.is_dir():
             raise CheckpointError(
                 f"rank {ranks.rank} does not see {path.parent} as rank 0 does. Save to a directory that all machines "

@@ -78,7 +78,9 @@ def set_random_states(states: Sequence[torch.Tensor], device: torch.device | Non
         own.set_rng_state(others[0], device)
 
 
-def agree(ranks: Ranks, mark: RankState, error: Exception | None = None, device: torch.device | None = None) -> None:
+def agree(
+    ranks: Ranks | None, mark: RankState, error: Exception | None = None, device: torch.device | None = None
+) -> None:
     """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
 
     Afterwards all ranks draw the random numbers that rank 0 does: what is replicated must be dropped alike, and
@@ -99,7 +101,7 @@ def agree(ranks: Ranks, mark: RankState, error: Exception | None = None, device:
 
 
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
+def together(ranks: Ranks | None) -> Iterator[None]:
     """Raise on all ranks if what is inside raises an `Exception` on one of them: the others learn of it at the end."""
     error: Exception | None = None
     try:
