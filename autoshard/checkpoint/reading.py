@@ -8,7 +8,6 @@ source after the other, in the order of the files, so that a disk always has som
 """
 
 import math
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,8 @@ from torch import nn
 from autoshard.checkpoint.data import Checkpoint, Entry, ReadTarget, Source
 from autoshard.checkpoint.traced import fill, leaves
 from autoshard.common.packed import is_packed, stored_tensors
-from autoshard.errors import CheckpointError
+from autoshard.errors import ApplyError, CheckpointError
+from autoshard.runtime.mapped import map_file, map_tensor
 from autoshard.runtime.pinned import Uploads, has_streams
 
 Progress = Callable[[int, int], None]
@@ -125,22 +125,13 @@ def _stamps(checkpoint: Checkpoint) -> list[tuple[int, int]]:
 
 
 def _in_file(entry: Entry) -> torch.Tensor:
-    """A tensor where it is in its file; nothing is read yet. It must not be written to."""
+    """A tensor where it is in its file, of a mapping of its own; nothing is read yet. It must not be written to."""
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=entry.dtype)
-    skipped = entry.offset % mmap.ALLOCATIONGRANULARITY
     try:
-        with open(entry.file, "rb") as file:
-            if os.fstat(file.fileno()).st_size < entry.offset + entry.nbytes:  # to touch it would end the process
-                raise CheckpointError(f"{entry.file} became shorter while it was read. Download or copy it again.")
-            length, begin = skipped + entry.nbytes, entry.offset - skipped
-            mapped = mmap.mmap(file.fileno(), length, offset=begin, access=mmap.ACCESS_COPY)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {entry.file}: {error.strerror}. Is its disk still there?") from None
-    raw = torch.frombuffer(mapped, dtype=torch.uint8, count=entry.nbytes, offset=skipped)
-    if entry.offset % entry.dtype.itemsize:  # torch computes on whole elements; no writer of safetensors does this
-        raw = raw.clone()
-    return raw.view(entry.dtype).view(entry.shape)
+        return map_tensor(map_file(entry.file), entry.offset, entry.dtype, entry.shape)
+    except ApplyError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def read_entry(checkpoint: Checkpoint, name: str) -> torch.Tensor:

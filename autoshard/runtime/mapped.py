@@ -8,13 +8,11 @@ So state_dict, save and any op work on them, and they take no memory of the proc
 until they are written to.
 """
 
-import bisect
 import contextlib
 import math
 import mmap
 import os
 import sys
-import weakref
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -30,12 +28,11 @@ class MappedFile(mmap.mmap):
     """A private mapping of a whole file; tensors in it keep it alive. `stamp`: inode, size, nanoseconds of writing."""
 
     path: Path
-    address: int
     stamp: tuple[int, int, int]
 
 
-_maps: "weakref.WeakValueDictionary[int, MappedFile]" = weakref.WeakValueDictionary()  # by address
-_addresses: list[int] = []  # of these and of some that are gone, sorted
+_FILE = "autoshard_file"
+"""The attribute of a storage that says in which mapping it is."""
 
 
 def map_file(path: Path) -> MappedFile:
@@ -52,9 +49,6 @@ def map_file(path: Path) -> MappedFile:
         raise ApplyError(f"cannot map {path}: {error}. Is it whole?") from None
     finally:
         os.close(descriptor)
-    made.address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
-    _maps[made.address] = made
-    _addresses[:] = sorted(_maps.keys())
     return made
 
 
@@ -67,9 +61,9 @@ def map_tensor(mapped: MappedFile, offset: int, dtype: torch.dtype, shape: tuple
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     if offset + nbytes > len(mapped):
-        raise ApplyError(f"{mapped.path} ends before byte {offset + nbytes}, where a tensor in it should end. "
-                         "Download or copy it again.")  # fmt: skip
+        raise ApplyError(f"{mapped.path} became shorter than its header says. Download or copy it again.")
     raw = torch.frombuffer(mapped, dtype=torch.uint8, count=nbytes, offset=offset)
+    setattr(raw.untyped_storage(), _FILE, mapped)
     if raw.data_ptr() % dtype.itemsize:  # torch computes on whole elements; no writer of safetensors does this
         raw = raw.clone()
     return raw.view(dtype).view(shape)
@@ -77,12 +71,9 @@ def map_tensor(mapped: MappedFile, offset: int, dtype: torch.dtype, shape: tuple
 
 def file_of(tensor: torch.Tensor) -> MappedFile | None:
     """Return the file that the memory of a tensor is, None for a tensor in ordinary memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return None
-    address = tensor.untyped_storage().data_ptr()
-    index = bisect.bisect_right(_addresses, address) - 1
-    mapped = _maps.get(_addresses[index]) if index >= 0 else None
-    return mapped if mapped is not None and address < mapped.address + len(mapped) else None
+    return getattr(tensor.untyped_storage(), _FILE, None)
 
 
 def check_unchanged(mapped: MappedFile) -> None:
