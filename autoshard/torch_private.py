@@ -19,7 +19,7 @@ _MISSING = [
     for name in (
         "DispatchKey", "DispatchKeySet", "DisableTorchFunction", "_AutoDispatchBelowAutograd",
         "_ExcludeDispatchKeyGuard", "_SetExcludeDispatchKeyGuard", "_additional_keys_to_prop_for_wrapper_tensors",
-        "_autograd", "_current_autograd_node", "_disabled_torch_function_impl",
+        "_autograd", "_current_autograd_node",
         "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keys", "_get_function_stack_at",
         "_is_torch_function_all_disabled", "_len_torch_function_stack", "_swap_tensor_impl",
     )
@@ -35,9 +35,9 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
-OpOverload = torch._ops.OpOverload
+OpOverload: Any = type(torch.ops.aten.add.Tensor)
 """What ops are."""
-not_overridden = torch._C._disabled_torch_function_impl
+not_overridden = torch.nn.Parameter.__torch_function__
 """`__torch_function__` of a subclass that is met at ops only."""
 
 
@@ -225,7 +225,7 @@ def _refuse_backward(grad_outputs: Any) -> None:
     )
 
 
-def is_composite(op: OpOverload) -> bool:
+def is_composite(op: Any) -> bool:
     """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
@@ -259,7 +259,7 @@ def no_modes() -> Iterator[None]:
         yield
 
 
-def run_composite(op: OpOverload, args: tuple, kwargs: dict[str, Any]) -> Any:
+def run_composite(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a composite op's own C++ code, as CPU tensors do (`op.decompose` may pick Python that rounds otherwise).
 
     Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds. Not
