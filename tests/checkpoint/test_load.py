@@ -134,7 +134,7 @@ def test_a_failure_leaves_the_model_on_meta(tmp_path):
         load_applied(model, plan, checkpoint, sources)
     check()
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with simulate("3x1MB"), pytest.raises(CheckpointError, match=r"model\.safetensors became shorter"):
+    with simulate("3x1MB"), pytest.raises(CheckpointError, match=r"cannot map .*model\.safetensors"):
         load_applied(model, plan, checkpoint, sources)
     check()
 
