@@ -4,25 +4,26 @@
     Open / Close      pre-hook and hook: a mode around the module's forward, which counts calls and acts on some
 
 Layers of torch that make one call (`nn.Linear` calls `linear`) need no mode: the call's result is the module's. So an
-all-reduce behind such a layer costs a hook on it, and nothing else of the model is wrapped. Its bias, to be added once
-to the sum, is hidden from its forward and added behind the all-reduce.
+all-reduce behind such a layer costs a hook on it, and nothing else of the model is wrapped. Not where it has a bias,
+which is to be added once, to the sum.
 """
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.errors import ApplyError, PlanError
+from autoshard.errors import PlanError
 from autoshard.plan.sharding import DROPOUTS, Action
 from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Close, Listed, Open
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.recompute import runs_again
-from autoshard.runtime.steps import ALONG, Memo, Step, add_once, bias_beside
+from autoshard.runtime.steps import ALONG, Memo, Step
 
 ARGUMENTS = ("enter", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
@@ -58,62 +59,18 @@ class Before:
 
 
 class After:
-    """Hook: the steps on a module's result. `biased`: the function whose bias is added when all is summed, or ""."""
+    """Hook: the steps on a module's result."""
 
-    __slots__ = ("biased", "steps")
+    __slots__ = ("steps",)
 
-    def __init__(self, steps: Sequence[Step], biased: str = "") -> None:
+    def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
-        self.biased = biased
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
         with torch_private.no_overrides():
             for step in self.steps:
                 result = step.after(result)
-            return self._with_bias(module, result) if self.biased else result
-
-    def _with_bias(self, module: nn.Module, result: torch.Tensor) -> torch.Tensor:
-        if module.bias is not None:  # and every rank has added it
-            raise ApplyError(
-                f"{self.steps[0].where} was given another bias while its model is cut. Change the values of a bias in "
-                "place, or call autoshard.remove(model) before."
-            )
-        bias = bias_beside(module, self.biased)
-        return result if bias is None else add_once(result, bias)
-
-
-class Hidden:
-    """What undoes that a layer's own forward sees no bias: `layer.bias` is None, and the model has its bias as ever.
-
-    An attribute is looked for before the parameters are, and only parameters are listed, saved and trained.
-    """
-
-    __slots__ = ("handles", "module")
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.handles: list[Any] = []
-        _hide_bias(module, ())
-
-    def only_in_forward(self) -> None:
-        """Let others see the bias while the layer does not run: fully_shard looks for it as an attribute."""
-        _show_bias(self.module, (), None)
-        self.handles.append(self.module.register_forward_pre_hook(_hide_bias))
-        self.handles.append(self.module.register_forward_hook(_show_bias, always_call=True))
-
-    def remove(self) -> None:
-        """The layer sees its bias again."""
-        for handle in self.handles:
-            handle.remove()
-        _show_bias(self.module, (), None)
-
-
-def _hide_bias(module: nn.Module, args: tuple) -> None:
-    vars(module)["bias"] = None
-
-
-def _show_bias(module: nn.Module, args: tuple, result: Any) -> None:
-    vars(module).pop("bias", None)
+            return result
 
 
 class Forget:
@@ -137,6 +94,8 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
         if step in dispatching:
             continue
         if step.action.function and not _at_module(module, step.action):
+            if _SINGLE.get(type(module)) == step.action.function:  # it makes no other call, from wherever it is called
+                step.action = replace(step.action, occurrence=-1)
             at_functions.setdefault(step.action.function, (step.action.function, []))[1].append(step)
         if not step.action.function or step.action.kind == "loss" or _at_module(module, step.action):
             step.paths = _paths(module, step.action)
@@ -158,11 +117,8 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
         handles.append(module.register_forward_pre_hook(Open(at_functions), prepend=True))
         handles.append(module.register_forward_hook(Close(at_functions), always_call=True))
     if after:
-        biased = next((step.action.function for step in after if step.action.addend), "")
         # Before hooks of the user, which keep or read what the whole model would give them.
-        handles.append(module.register_forward_hook(After(after, biased), prepend=True))
-        if biased:
-            handles.append(Hidden(module))
+        handles.append(module.register_forward_hook(After(after), prepend=True))
     return handles
 
 
@@ -172,7 +128,7 @@ def _at_module(module: nn.Module, action: Action) -> bool:
         return False
     if action.kind in ARGUMENTS:
         return action.argument == "0.0" and getattr(module, "padding_mode", "zeros") == "zeros"
-    return not action.argument and action.addend in ("", "0.2")
+    return not action.argument and not action.addend
 
 
 def _paths(module: nn.Module, action: Action) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.sharding import Cut, Results, Scale
-from autoshard.runtime.actions import Forget, Hidden, Memo, Step, check, install
+from autoshard.runtime.actions import Forget, Memo, Step, check, install
 from autoshard.runtime.agreement import RankState, agree, mark_of, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
@@ -134,9 +134,6 @@ def let_gather(model: nn.Module, averaged: bool = False) -> list[Any]:
     if record is None:
         return []
     record.gathered = True
-    for handle in record.handles:
-        if isinstance(handle, Hidden):
-            handle.only_in_forward()
     return sum_gathered(model, record.partial, record.ranks, averaged)
 
 

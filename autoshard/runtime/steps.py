@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from autoshard import torch_private
@@ -325,11 +324,6 @@ def _ones_like(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def add_once(total: torch.Tensor, addend: torch.Tensor, scale: float = 1) -> torch.Tensor:
     """Add to a sum over ranks, in the sum's memory, which is new; so it has the dtype that the function gave it."""
     return total.add_(addend, alpha=scale)
-
-
-def bias_beside(layer: nn.Module, function: str) -> torch.Tensor | None:
-    """The bias of a layer, whether or not its forward sees it, shaped so that it broadcasts against a result."""
-    return _beside(layer._parameters["bias"], layer._parameters["weight"], function)
 
 
 def _beside(bias: torch.Tensor | None, weight: Any, function: str) -> torch.Tensor | None:
