@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.backward import training_loss
-from autoshard.capture.inputs import as_call, derive_inputs
+from autoshard.capture.capture import calls_of
 from autoshard.engine.estimate import Event
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
@@ -34,8 +34,7 @@ def measure_pass(model: nn.Module, inputs: Any, workload: Workload, plan: Plan) 
 
     A training pass is forward and backward. Raises what applying raises, and `CaptureError` for inputs that don't fit.
     """
-    calls = derive_inputs(model, workload) if inputs is None else [as_call(inputs, model)]
-    args, kwargs = calls[0]
+    args, kwargs = calls_of(model, inputs, workload)[0]
     apply_plan(model.train(workload.training), plan)
 
     def step() -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.capture.capture import capture
-from autoshard.capture.inputs import Call, as_call, derive_inputs
+from autoshard.capture.capture import calls_of, capture
+from autoshard.capture.inputs import Call
 from autoshard.common.progress import tell
 from autoshard.engine.pricer import price
 from autoshard.engine.streamed import with_stores
@@ -71,7 +71,7 @@ def verify(
     if known is not None:
         refuse_priced_alone(known, "verify", 'Plan with launch="one-process" to run it on simulated devices.')
     workload = _workload(model, known, training, new_tokens)
-    calls = derive_inputs(model, workload) if inputs is None else [as_call(inputs, model)]
+    calls = calls_of(model, inputs, workload)
     notes: list[str] = []
     if pipeline_record(model) is not None or replica_record(model) is not None:
         raise VerifyError(
