@@ -23,12 +23,13 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.check.follow import Differs, due_on, follow
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
 from autoshard.check.misuse import find_misuse
-from autoshard.check.rank import Arguments, call_of, on_meta, record_rank
+from autoshard.check.rank import Arguments, call_of, record_rank
 from autoshard.check.runs import RankRuns, other_runs
 from autoshard.common.module_paths import join
 from autoshard.common.progress import tell
 from autoshard.plan.sharding import Cut, Refusal
 from autoshard.plan.workload import Workload
+from autoshard.runtime.moves import on_meta
 from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]

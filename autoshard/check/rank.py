@@ -1,6 +1,5 @@
 """One rank of a cut model on shapes alone: its own Python code on local sizes, without the other ranks."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +8,14 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import calls_of
-from autoshard.capture.fake import SMALL_FLOATS
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.material import put_placeholders
-from autoshard.common.packed import is_packed
 from autoshard.nested import flat_tensors
 from autoshard.plan.sharding import Cut
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import Layout
 from autoshard.runtime.cuts import apply_cuts
+from autoshard.runtime.moves import on_meta
 from autoshard.torch_private import FakeTensorMode, fake_from_meta
 
 Arguments = tuple[tuple, dict[str, Any]]
@@ -51,19 +49,6 @@ class LoneRank:
 
     def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return values[self.rank]
-
-
-def on_meta(module: nn.Module) -> nn.Module:
-    """Copy a module with its parameters and buffers on meta; small buffers keep their values, which code may ask."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        kept_values = not isinstance(tensor, nn.Parameter) and tensor.numel() <= SMALL_FLOATS
-        if is_packed(tensor):  # its class decides which ops run: shared, since nothing cuts it
-            memo[id(tensor)] = tensor
-        if id(tensor) not in memo and not tensor.is_meta and not kept_values:
-            made = torch.empty_like(tensor, device="meta")
-            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    return copy.deepcopy(module, memo)
 
 
 def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:

@@ -4,6 +4,7 @@ embed.weight  ┐ one storage     ┌ embed.weight   moved together, so that a t
 head.weight   ┘ on cpu    ──▶   └ head.weight    on cuda:0
 """
 
+import copy
 import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -26,6 +27,22 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     tensors.update(model.named_buffers(remove_duplicate=False))
     return tensors
+
+
+SMALL_BUFFER = 1 << 16
+"""Elements up to which a buffer has values in a copy without weights, and on every rank: code decides by such."""
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Copy a model with its parameters and buffers on meta, but for small buffers."""
+    memo: dict[int, torch.Tensor] = {}
+    for tensor in named_tensors(model).values():
+        if is_packed(tensor):  # its class decides which ops run: shared, since nothing cuts it
+            memo[id(tensor)] = tensor
+        elif not tensor.is_meta and (isinstance(tensor, nn.Parameter) or tensor.numel() > SMALL_BUFFER):
+            made = tensor.detach().to("meta")
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copy.deepcopy(model, memo)  # type: ignore[arg-type]
 
 
 def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:

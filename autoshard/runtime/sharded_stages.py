@@ -79,7 +79,8 @@ def lower(skeleton: nn.Module, plan: Plan) -> None:
         return lowered((args, kwargs), plan)
 
     for parameter in skeleton.parameters():
-        parameter.data = lowered(parameter.data, plan)
+        if parameter.is_meta:  # others are shared with the model
+            parameter.data = lowered(parameter.data, plan)
     for path in plan.gathered:
         skeleton.get_submodule(path).register_forward_pre_hook(cast, with_kwargs=True)
 

@@ -7,10 +7,8 @@ Where several ranks share a stage, its parameters are then cut over them. Small 
 masks decide which way a forward goes.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +26,7 @@ from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.groups import control_group, group_of, shard_groups
 from autoshard.runtime.launched import recompute_layers
-from autoshard.runtime.moves import Undo, move_tensors, named_tensors, set_data, tied_groups
+from autoshard.runtime.moves import SMALL_BUFFER, Undo, move_tensors, named_tensors, on_meta, set_data, tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, mark_of_stages
 from autoshard.runtime.sharded import (
     Sharing,
@@ -37,9 +35,6 @@ from autoshard.runtime.sharded import (
     whole_of,
 )
 from autoshard.runtime.sharded_stages import lower, shard_stages, shards_stages, unshard_stages, withdraw
-
-SMALL_BUFFER = 1 << 16
-"""Elements up to which a buffer of another stage is kept: capture keeps the values of these."""
 
 
 def apply_stages(
@@ -310,14 +305,7 @@ def own_results(plan: Plan, cuts: Sequence[Cut]) -> tuple[Results, ...]:
 
 def skeleton_of(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of a model without its weights, which computes in the dtype of a plan; small buffers are there."""
-    memo: dict[int, Any] = {}
-    for tensor in named_tensors(model).values():
-        if isinstance(tensor, nn.Parameter) or tensor.numel() > SMALL_BUFFER:
-            made = tensor.detach().to(META)
-            memo[id(tensor)] = (
-                nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-            )
-    skeleton = copy.deepcopy(model, memo)
+    skeleton = on_meta(model)
     lower(skeleton, plan)
     return skeleton
 
