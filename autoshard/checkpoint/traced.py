@@ -65,7 +65,7 @@ class TracedTensor(torch.Tensor):
     expression: Expression
     plain: torch.Tensor  # on meta
 
-    __torch_function__ = not_overridden  # type: ignore[assignment]
+    __torch_function__ = not_overridden
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, expression: Expression) -> "TracedTensor":

@@ -42,7 +42,7 @@ def on_meta(model: nn.Module) -> nn.Module:
         elif not tensor.is_meta and (isinstance(tensor, nn.Parameter) or tensor.numel() > SMALL_BUFFER):
             made = tensor.detach().to("meta")
             memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-    return copy.deepcopy(model, memo)  # type: ignore[arg-type]
+    return copy.deepcopy(model, memo)
 
 
 def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:

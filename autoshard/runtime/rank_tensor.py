@@ -44,7 +44,7 @@ class RankTensor(torch.Tensor):
     parts: tuple[torch.Tensor, ...]
     devices: tuple[torch.device, ...]
 
-    __torch_function__ = torch_private.not_overridden  # type: ignore[assignment]
+    __torch_function__ = torch_private.not_overridden
 
     @staticmethod
     def __new__(cls, parts: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> "RankTensor":

@@ -32,7 +32,7 @@ class SimulatedTensor(torch.Tensor):
     owner: SimulatedDevice
 
     # Module code that looks for overridden tensors (fused encoder layers do) must see an ordinary one.
-    __torch_function__ = torch_private.not_overridden  # type: ignore[assignment]
+    __torch_function__ = torch_private.not_overridden
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, owner: SimulatedDevice) -> "SimulatedTensor":
