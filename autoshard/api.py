@@ -231,8 +231,7 @@ def schedule(
     the last stage gets outputs and losses. `loss`: a function of the output and the target; None takes the model's own
     loss. `reduction`: how it is made of the losses of micro-batches: "mean" over rows, "sum", or a function that gives
     the weight of a micro-batch from its target (how many labels count); over processes it is needed, and every step
-    checks it with a few rows. Raises
-    `ApplyError` if nothing is applied, and `SpecError`.
+    compares the losses of parts and rows with it. Raises `ApplyError` if nothing is applied, and `SpecError`.
     """
     from autoshard.runtime.pipeline_record import pipeline_record
     from autoshard.runtime.schedule import LocalSchedule

@@ -163,3 +163,25 @@ def without_sums(cut):
 def test_several_processes_verify_together():
     steps = ("forward", "backward", "optimizer step", "decode")
     assert run_ranks(verified, 2) == [(True, steps, False, "model.layers.0.self_attn.o_proj", True)] * 2
+
+
+class Complex(nn.Module):
+    """What it gives is complex: its parts on ranks are summed in another order, and training begins with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(16, 32, dtype=torch.complex64) / 4)
+        self.down = nn.Parameter(torch.randn(32, 8, dtype=torch.complex64) / 4)
+
+    def forward(self, x):
+        return torch.tanh(x @ self.up) @ self.down
+
+
+def test_complex_outputs_are_equal_to_rounding():
+    torch.manual_seed(0)
+    model, x = Complex(), torch.randn(4, 16, dtype=torch.complex64)
+    workload = Workload(mode="training")
+    plan = autoshard.plan(model, "2x1GiB", inputs=x, strategy="column-parallel", objective="memory", workload=workload)
+    assert plan.cuts
+    report = verify(model, plan, x, training=True)
+    assert report.ok, report.first_difference

@@ -47,7 +47,7 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
 
 
 def training_loss(output: Any, name: str) -> torch.Tensor:
-    """The output's own `.loss` if it has a differentiable one, else the sum of all its differentiable floating tensors.
+    """The output's own `.loss` if it has a differentiable one, else the sum of all its differentiable tensors.
 
     Raises:
         CaptureError: nothing in the output can be differentiated.
@@ -58,9 +58,9 @@ def training_loss(output: Any, name: str) -> torch.Tensor:
     total = None
     seen: set[int] = set()
     for _, tensor in nested.tensors_in(output):
-        if tensor.requires_grad and tensor.is_floating_point() and id(tensor) not in seen:
+        if tensor.requires_grad and id(tensor) not in seen:
             seen.add(id(tensor))
-            part = tensor.sum()
+            part = (tensor.real if tensor.is_complex() else tensor).sum()
             total = part if total is None else total + part
     if total is None:
         raise CaptureError(

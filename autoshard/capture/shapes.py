@@ -146,7 +146,8 @@ def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_
     memory = {tensor.untyped_storage()._cdata: index for index, tensor in reversed(list(enumerate(tensors)))}
     made, seen = [], set()
     for result in results:
-        if type(result) is not FakeTensor or _is_lazy(result) or any(result is tensor for tensor in tensors):
+        is_plain = type(result) is FakeTensor and result.layout is torch.strided and not _is_lazy(result)
+        if not is_plain or any(result is tensor for tensor in tensors):
             return None
         storage = result.untyped_storage()
         source = memory.get(storage._cdata, -1)

@@ -12,7 +12,15 @@ from autoshard.pipelines.prepare import Prepared
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.chunks import PLAIN, BatchPart
 from autoshard.runtime.devices import CPU
-from autoshard.runtime.losses import Loss, Reduction, call_loss, check_differentiable, check_reduction, sample
+from autoshard.runtime.losses import (
+    Loss,
+    Reduction,
+    call_loss,
+    check_differentiable,
+    check_reduction,
+    row_losses,
+    sample,
+)
 from autoshard.runtime.merging import Unmerged, merge
 
 
@@ -38,7 +46,7 @@ class Finish:
     number: int
     device: torch.device = CPU
     _made: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    _samples: dict[int, Any] = field(default_factory=dict)
+    _samples: dict[int, tuple[Any, list[torch.Tensor]]] = field(default_factory=dict)
     _losses: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def output(self) -> Any:
@@ -56,8 +64,10 @@ class Finish:
         if self._sampled:
             assert self.loss is not None and self.batch is not None
             moved = [self._moved(target) for target in self.targets]
-            samples = [self._samples[part] for part in range(len(self.parts))]
-            check_reduction(self.batch, self.loss, reduction, samples, moved, self.parts, self.number)
+            samples, rows = zip(*(self._samples[part] for part in range(len(self.parts))), strict=True)
+            check_reduction(
+                self.batch, self.loss, reduction, samples, moved, self.parts, self.number, self.losses, rows
+            )
 
     @property
     def losses(self) -> list[torch.Tensor]:
@@ -78,9 +88,10 @@ class Finish:
         if self.wants_outputs:
             self._made[number] = tuple(_copy(tensor) for tensor in made)
         if self._sampled:
-            assert self.batch is not None
-            row = sample(self.batch, _kept(output), self.parts[number], self.number)
-            self._samples[number] = map_tensors(row, _copy)
+            assert self.batch is not None and self.loss is not None and loss is not None
+            kept, part, target = _kept(output), self.parts[number], self._moved(self.targets[number])
+            row = map_tensors(sample(self.batch, kept, part, self.number), _copy)
+            self._samples[number] = row, row_losses(self.batch, self.loss, kept, target, part, loss)
         if loss is None:
             return torch.zeros(1, device=self.device)
         self._losses[number] = loss.detach().clone()

@@ -20,7 +20,7 @@ from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.agreement import RankState, agree, agree_in_step, differ, digest_of_inputs
 from autoshard.runtime.chunks import BatchPart, split, split_rows
-from autoshard.runtime.clipping import check_scaled, note_norm, refuse_scaled_losses, scaled_by, watch_staged_norms
+from autoshard.runtime.clipping import check_scaled, note_norms, refuse_scaled_losses, scaled_by, watch_staged_norms
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
@@ -132,7 +132,7 @@ class RankSchedule:
             aside.put_back()
             raise
         self._steps += 1
-        note_norm(model, self._record, self._steps)
+        note_norms(model, self._record, self._steps)
         return output
 
     def _ready(
@@ -188,7 +188,7 @@ class RankSchedule:
         if not training or batch is None:
             return [1.0] * len(parts)
         if self.loss is not None:
-            factors = factors_of(self.reduction, parts, targets)
+            factors = factors_of(self.reduction, [part.rows for part in parts], targets)
             total = sum(map(float, map(self.reduction, targets))) if callable(self.reduction) else 0.0
             kind = "sum" if self.reduction == "sum" else "mean"
         else:

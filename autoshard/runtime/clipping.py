@@ -68,6 +68,11 @@ def clip_gradients(
         together.setdefault(getattr(one, "device_mesh", None), []).append(one)
     for those in together.values():
         clip_grads_with_norm_(those, max_norm, norm)
+    clipped = {id(one) for one in owned}
+    for model, record in _staged.items():
+        for name, one in model.named_parameters():
+            if id(one) in clipped and name in record.extras.get("norms", ()):
+                record.extras["norms"][name] *= (max_norm / (float(norm) + 1e-6)) if norm > max_norm else 1.0
     return norm
 
 
@@ -83,10 +88,10 @@ def refuse_scaled_losses() -> None:
 _AUTOCAST = ("cuda", "cpu")
 
 
-def note_norm(model: nn.Module, record: PipelineRecord, step: int) -> None:
-    """Remember the norm of a position's gradients when a step of a schedule is over, now and then."""
+def note_norms(model: nn.Module, record: PipelineRecord, step: int) -> None:
+    """Remember the norms of a position's gradients when a step of a schedule is over, now and then."""
     record.extras.pop("scaled", None)
-    record.extras["norm"] = _own_norm(model) if _is_looked_at(step) else None
+    record.extras["norms"] = _own_norms(model) if _is_looked_at(step) else {}
 
 
 def scaled_by(record: PipelineRecord) -> float:
@@ -125,9 +130,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 _check_alike(model, cuts, ranks, given)
             check_elementwise(optimizer, {id(one): name for name, one in model.named_parameters() if name in cuts})
     for model, record in list(_staged.items()):
-        before = record.extras.pop("norm", None)
+        before = record.extras.pop("norms", None)
         if before:
-            record.extras["scaled"] = _own_norm(model) / before
+            record.extras["scaled"] = _factor(model, before)
 
 
 def _check_alike(model: nn.Module, cuts: Cuts, ranks: Ranks, given: set[int]) -> None:
@@ -152,10 +157,27 @@ def _check_alike(model: nn.Module, cuts: Cuts, ranks: Ranks, given: set[int]) ->
         )
 
 
-def _own_norm(model: nn.Module) -> float:
-    """The norm of what this process has of the gradients of a model; nobody else is asked."""
-    found = [own_part(one.grad.detach()) for one in model.parameters() if one.grad is not None]
-    return float(get_total_norm([one for one in found if one.layout is torch.strided]))
+def _own_norms(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The norm and the largest element of each gradient that this process has; nobody else is asked."""
+    named = ((name, own_part(one.grad.detach())) for name, one in model.named_parameters() if one.grad is not None)
+    found = {name: one for name, one in named if one.layout is torch.strided and one.numel()}
+    if not found:
+        return {}
+    norms = [torch.stack([one.norm(), one.abs().max()]).double() for one in found.values()]
+    return dict(zip(found, torch.stack(norms).cpu(), strict=True))
+
+
+def _factor(model: nn.Module, before: dict[str, torch.Tensor]) -> float:
+    """By what gradients were scaled, of those whose largest element was scaled as their norm; -1 if there are none.
+
+    What clips elements, or adds to them, is right on every rank by itself.
+    """
+    after = _own_norms(model)
+    rounding = {name: max(torch.finfo(one.dtype).eps, 1e-5) for name, one in model.named_parameters() if name in after}
+    ratios = {name: after[name] / one for name, one in before.items() if name in after}
+    whole = [name for name, (norm, most) in ratios.items() if abs(norm - most) <= rounding[name] * norm]
+    sizes = [sum(float(norms[name][0]) ** 2 for name in whole) ** 0.5 for norms in (after, before)]
+    return sizes[0] / sizes[1] if sizes[1] else -1.0
 
 
 def _norm_of_all(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:

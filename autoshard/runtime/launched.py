@@ -14,7 +14,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute, recomputed_layers
-from autoshard.runtime.sharded import STORED
+from autoshard.runtime.sharded import stored_dtype
 from autoshard.runtime.sharded_stages import shards_stages
 
 
@@ -63,8 +63,8 @@ def with_batch(plan: Plan, batch: BatchAxis) -> Plan:
 
 def check_stored(model: nn.Module, plan: Plan) -> None:
     """Raise `ApplyError` unless the parameters of stages have the dtype that a plan for processes trains them in."""
-    wanted = STORED[plan.precision]
     for name, parameter in model.named_parameters():
+        wanted = stored_dtype(parameter, plan)
         if parameter.is_floating_point() and parameter.dtype != wanted:
             other = "pure" if parameter.dtype == torch.bfloat16 else "full"
             raise ApplyError(

@@ -6,6 +6,7 @@ loss = sum over parts of factor x loss of the part         "mean": rows / all ro
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any, Literal
 
@@ -32,16 +33,16 @@ def check_arguments(loss: Loss | None, reduction: Reduction) -> None:
         )
 
 
-def factors_of(reduction: Reduction, parts: Sequence[BatchPart], targets: Sequence[Any]) -> list[float]:
+def factors_of(reduction: Reduction, rows: Sequence[int], targets: Sequence[Any]) -> list[float]:
     """What the loss of each part is multiplied with, for a loss function that reduces so."""
     if reduction == "sum":
-        return [1.0] * len(parts)
+        return [1.0] * len(rows)
     if callable(reduction):
         sizes = [float(reduction(target)) for target in targets]
     else:
-        sizes = [float(part.rows) for part in parts]
+        sizes = [float(count) for count in rows]
     if not any(sizes):
-        sizes = [1.0] * len(parts)
+        sizes = [1.0] * len(rows)
     return [size / sum(sizes) for size in sizes]
 
 
@@ -74,31 +75,52 @@ def sample(batch: BatchAxis, output: Any, part: BatchPart, step: int) -> Any:
     return _row(batch, output, part, step % part.rows)
 
 
+def row_losses(
+    batch: BatchAxis, loss: Loss, output: Any, target: Any, part: BatchPart, whole: torch.Tensor
+) -> list[torch.Tensor]:
+    """The loss of every row of a part by itself; `whole` is that of the part. Raises `SpecError` as `call_loss`."""
+    if part.rows == 1:
+        return [whole.detach()]
+    with torch.no_grad():
+        wanted = _target_rows(target, part)
+        return [call_loss(loss, _row(batch, output, part, row), one) for row, one in enumerate(wanted)]
+
+
 def check_reduction(
     batch: BatchAxis, loss: Loss, reduction: Reduction, samples: Sequence[Any], targets: Sequence[Any],
-    parts: Sequence[BatchPart], step: int,
+    parts: Sequence[BatchPart], step: int, whole: Sequence[torch.Tensor], rows: Sequence[Sequence[torch.Tensor]],
 ) -> None:  # fmt: skip
-    """Raise `PlanError` unless a loss function reduces as was said, judged by one row of each part.
+    """Raise `PlanError` unless a loss function reduces as was said: all rows of each part, and one row of each part.
 
     A mean over labels that are not ignored is no mean over rows, and a contrastive loss is no sum over parts; their
-    gradients would be wrong without a sign of it. `samples`: see `sample`; of the parts that have run, from the first.
-    Raises `SpecError` where the function returns no number for them, as it is called without gradients here.
+    gradients would be wrong without a sign of it. `samples`: see `sample`; `whole`: the loss of each part; `rows`: that
+    of each of its rows. Raises `SpecError` where the function returns no number for the samples, as it is called
+    without gradients here.
     """
-    parts, targets = parts[: len(samples)], targets[: len(samples)]
-    rows = [step % part.rows for part in parts]
+    by_row = [_target_rows(target, part) for target, part in zip(targets, parts, strict=True)]
+    for value, terms, wanted in zip(whole, rows, by_row, strict=True):
+        _check_sum(reduction, value, terms, wanted)
+    chosen = [step % part.rows for part in parts]
+    wanted = [one[row] for one, row in zip(by_row, chosen, strict=True)]
+    singles = [replace(part, rows=1, labels=dict.fromkeys(part.labels, 1)) for part in parts]
     with torch.no_grad():
-        singles = [replace(part, rows=1, labels=dict.fromkeys(part.labels, 1)) for part in parts]
-        wanted = [_target_row(target, part, row) for target, part, row in zip(targets, parts, rows, strict=True)]
-        values = [call_loss(loss, output, target) for output, target in zip(samples, wanted, strict=True)]
         together = call_loss(loss, merge(batch, samples, singles), _joined(wanted))
-        factors = factors_of(reduction, singles, wanted)
-        terms = [float(value) * factor for value, factor in zip(values, factors, strict=True) if factor]
-        found, expected = float(together), sum(terms)
+    _check_sum(reduction, together, [one[row] for one, row in zip(rows, chosen, strict=True)], wanted)
+
+
+def _check_sum(
+    reduction: Reduction, together: torch.Tensor, values: Sequence[torch.Tensor], targets: list[Any]
+) -> None:
+    """Raise `PlanError` unless the loss of rows together is made of their losses one by one as was said."""
+    with torch.no_grad():
+        factors = factors_of(reduction, [1] * len(values), targets)
+    terms = [float(value) * factor for value, factor in zip(values, factors, strict=True) if factor]
+    found, expected = float(together), sum(terms)
     close = _CLOSE.get(together.dtype, 2e-2) * max(map(abs, terms), default=0.0)
     if isfinite(found) and not abs(found - expected) <= close:  # not where rows have no label at all
         said = f"what reduction={reduction!r} makes of" if not callable(reduction) else "the weighted mean of"
         raise PlanError(
-            f"the loss of {len(rows)} rows together is {found:.6g}, and {said} their losses one by one is "
+            f"the loss of {len(values)} rows together is {found:.6g}, and {said} their losses one by one is "
             f"{expected:.6g}: this loss function does not reduce so, and gradients would be wrong. Pass "
             "reduction=lambda target: … that gives the weight of a part (how many labels of it count), "
             "or let the model compute its loss."
@@ -135,12 +157,12 @@ def _row(batch: BatchAxis, output: Any, part: BatchPart, row: int) -> Any:
     return made
 
 
-def _target_row(target: Any, part: BatchPart, row: int) -> Any:
-    def pick(tensor: torch.Tensor) -> torch.Tensor:
+def _target_rows(target: Any, part: BatchPart) -> list[Any]:
+    def pick(tensor: torch.Tensor, row: int) -> torch.Tensor:
         several = tensor.shape[0] // part.rows
         return tensor.narrow(0, row * several, several)
 
-    return map_tensors(target, pick)
+    return [map_tensors(target, partial(pick, row=row)) for row in range(part.rows)]
 
 
 def _joined(targets: list[Any]) -> Any:

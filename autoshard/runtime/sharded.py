@@ -75,7 +75,7 @@ def shard(
     blocks = [block for block in blocks if not absent.issuperset(block.parameters())]
     absent |= {one for one in model.parameters() if not one.numel()}  # of experts that other ranks have
     left_out = {id(one) for one in absent}
-    ranks, dtype = sharing.ranks, STORED.get(plan.precision if plan.launch else "")
+    ranks = sharing.ranks
     options: dict[str, Any] = {"ignored_params": set(absent)}
     if plan.mesh is not None and plan.mesh.pp > 1:
         options["reshard_after_forward"] = False  # all micro-batches go through them
@@ -86,8 +86,8 @@ def shard(
         own = _parameters(module, left_out | {id(one.parameter) for one in replaced})
         replaced += own
         for one in own:
-            if dtype is not None and one.parameter.is_floating_point():
-                one.parameter.data = one.parameter.data.to(dtype)
+            if plan.launch and one.parameter.is_floating_point():
+                one.parameter.data = one.parameter.data.to(stored_dtype(one.parameter, plan))
         whole = [one.parameter.data for one in own]
         mesh = DeviceMesh.from_group(among.shared.group, device.type)
         engine = fully_shard(module, mesh=mesh, **policy_of(plan, casts=among is sharing), **options)
@@ -128,6 +128,12 @@ def _give_memory(one: Replaced, device: torch.device) -> None:
 
 STORED = {"mixed": torch.float32, "full": torch.float32, "pure": torch.bfloat16}
 """The dtype of parameters, their gradients and their optimizer state, by a plan's precision."""
+
+
+def stored_dtype(parameter: torch.Tensor, plan: Plan) -> torch.dtype:
+    """The dtype that a plan for processes trains a parameter in: "full" leaves float64 as it is."""
+    is_wider = plan.precision == "full" and parameter.dtype == torch.float64
+    return parameter.dtype if is_wider else STORED.get(plan.precision, parameter.dtype)
 
 
 def policy_of(plan: Plan, casts: bool = True) -> dict[str, Any]:

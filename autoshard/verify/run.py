@@ -47,8 +47,8 @@ def rounding_of(tensor: torch.Tensor, coarsest: torch.dtype | None = None) -> fl
 
 
 def largest(tensor: torch.Tensor) -> float:
-    """The largest absolute value of floating-point numbers; 0 of any others."""
-    if not tensor.is_floating_point() or not tensor.numel():
+    """The largest absolute value of floating-point and complex numbers; 0 of any others."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
         return 0.0
     return float((tensor.float() if tensor.element_size() == 1 else tensor).abs().max())  # float8 has no maximum
 

@@ -66,6 +66,22 @@ def test_checkpoints_are_recomputed_in_backward(mode):
     assert all(op.backward for op in graph.ops[again[0].begin : again[0].end])
 
 
+class Factors(nn.Module):
+    """The gradients of both tables are sparse, and rows of one are what those of the other are multiplied with."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.items = nn.Embedding(9, 4, sparse=True), nn.Embedding(7, 4, sparse=True)
+
+    def forward(self, users, items):
+        return (self.users(users) * self.items(items)).sum(1)
+
+
+def test_sparse_gradients():
+    graph = capture(Factors(), (torch.randint(0, 9, (5,)), torch.randint(0, 7, (5,))), workload=TRAINING)
+    assert {name for name, _ in graph.gradients} == {"users.weight", "items.weight"}
+
+
 def test_nothing_to_train():
     model = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(CaptureError, match="can't be trained"):

@@ -80,6 +80,10 @@ def scaled_apart():
         if parameter.grad is not None:
             parameter.grad *= 0.5  # alike on all of them: nothing is wrong
     optimizer.step()
+    runner.step(**inputs)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3)  # nor is it where each element is clipped by itself
+    autoshard.clip_grad_norm_(model.model.layers.parameters(), 1e-3)
+    optimizer.step()
     with pytest.raises(ApplyError, match="float16 needs a GradScaler"), torch.autocast("cpu", torch.float16):
         runner.step(**inputs)
     runner.step(**inputs)
@@ -152,6 +156,10 @@ def refusals():
     summed = autoshard.schedule(model, lambda output, target: token_loss(output, target) ** 2)
     with pytest.raises(autoshard.AutoshardError, match="does not reduce so"):
         summed.step(**inputs, target=target)
+    padded = target.clone()
+    padded[7, 1:] = -100  # of the last part alone
+    with pytest.raises(autoshard.AutoshardError, match="the loss of 2 rows together"):
+        autoshard.schedule(model, token_loss).step(**inputs, target=padded)
     assert all(torch.equal(before[n], p.grad) for n, p in model.named_parameters() if n in before)
     autoshard.remove(model)
     with pytest.raises(autoshard.AutoshardError, match="no longer applied"):

@@ -239,6 +239,12 @@ def test_sharded_training():
     jobs["accumulated"] = (accumulated, texts["none"])
     for mesh in ("fsdp=2", "dp=2"):
         jobs[mesh] = (trained, lowered, plan_for(mesh, 2, torch.bfloat16, precision="mixed"), samples())
+    jobs["float64"] = (
+        trained,
+        functools.partial(decoder, torch.float64),
+        plan_for("fsdp=2", 2, torch.float64),
+        samples(),
+    )
     square, wide = 2 * 32 * 32, 2 * 32 * 128
     for found in run_ranks(run_jobs, 2, jobs):
         none, selective, full, one_full = (found[name] for name in plans)
@@ -246,6 +252,7 @@ def test_sharded_training():
         assert selective - none == 3 * LENGTH * 2 * square
         assert full - none == 3 * (one_full - none)
         assert found["accumulated"] == [True, True, False]
+        assert found["float64"]["stored"] == {torch.float64} and found["float64"]["gradients"] < 1e-12
         for mesh in ("fsdp=2", "dp=2"):
             assert found[mesh]["stored"] == {torch.float32}
             assert found[mesh]["losses"] < 0.01 and found[mesh]["gradients"] < 0.05, found
