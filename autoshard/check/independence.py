@@ -51,6 +51,9 @@ INDEPENDENT = "If its rows are independent all the same, assume_independent_rows
 
 def check_apart(question: Question, batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
+    for path, module in question.model.named_modules():  # torch can't call them where ops are recorded whole
+        if question.workload.training and (module._backward_hooks or module._backward_pre_hooks):
+            raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
     first = SampleRun(question, batch, frozenset(), ())
     marks = first.marks()
@@ -168,9 +171,6 @@ class SampleRun:
                 raise self.refuse(
                     op, "mixes its rows: it divides gradients by how often the batch has a row of its table"
                 )
-        for path, module in self.question.model.named_modules():
-            if module._backward_hooks or module._backward_pre_hooks:
-                raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
         if self.call_log.functions:
             call = self.call_log.functions[0]
             op = self.graph.ops[min(call.begin, len(self.graph.ops) - 1)]

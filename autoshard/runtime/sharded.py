@@ -200,6 +200,11 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ApplyError(f"{name} has a gradient, which can't be sharded with it. Call zero_grad() before apply.")
+        if torch_private.gradient_hooks(parameter) or torch_private.has_accumulation_hooks(parameter):
+            raise ApplyError(
+                f"{name} has a hook on its gradient, which would not be called for the part that is trained. Take it "
+                "off; register_post_accumulate_grad_hook after apply is called with the mean over replicas."
+            )
         for attribute in own_attributes(parameter):
             if not attribute.startswith("_"):
                 raise ApplyError(
@@ -338,6 +343,11 @@ class Used:
     def settle(self, stepped: set[int]) -> None:
         """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
         own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
+        if any(torch_private.gradient_hooks(self.parameters[index]) for index in own):
+            raise ApplyError(
+                "register_hook was called for a parameter that is sharded, and fully_shard calls no such hook. Use "
+                "register_post_accumulate_grad_hook, or change the gradient before optimizer.step()."
+            )
         if not own:
             return
         self.accumulates = False

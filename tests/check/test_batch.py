@@ -310,6 +310,9 @@ def test_inputs_that_are_written_are_refused_and_checkpoints_that_ask_for_backwa
     assert "mul_ in the model itself changes positional input 0 in place" in refused(Small(written), given)
     assert torch.equal(given, before)
     assert ways(found(Small(checkpointed, nn.Linear(6, 6)), given)) == {"": "cat"}
+    hooked = Small(checkpointed, nn.Linear(6, 6))
+    hooked.more.register_full_backward_hook(lambda module, given, made: None)
+    assert "more has a hook on its gradients, which may mix rows" in refused(hooked, given)
 
 
 class Bags(nn.Module):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
-from autoshard.errors import PlanError
+from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
@@ -214,6 +214,20 @@ def accumulated(text):
     return [table.weight.grad is not None for table in model.tables]
 
 
+def hooked(text):
+    """A hook on a gradient that fully_shard would not call is refused: there before apply, or hung up afterwards."""
+    plan, model = Plan.from_json(text), decoder()
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient / 2)
+    with pytest.raises(ApplyError, match="has a hook on its gradient"):
+        autoshard.apply(model, plan)
+    handle.remove()
+    autoshard.apply(model, plan)
+    next(model.parameters()).register_hook(lambda gradient: gradient / 2)
+    model(samples(), labels=samples()).backward()
+    with pytest.raises(ApplyError, match="fully_shard calls no such hook"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
 def backward_flops(plan):
     model = autoshard.apply(decoder(), plan)
     part = own_part(samples())[: plan.micro_batch]
@@ -237,6 +251,7 @@ def test_sharded_training():
     lowered = functools.partial(decoder, torch.bfloat16)
     jobs = {name: (backward_flops, plan) for name, plan in plans.items()}
     jobs["accumulated"] = (accumulated, texts["none"])
+    jobs["hooked"] = (hooked, texts["none"])
     for mesh in ("fsdp=2", "dp=2"):
         jobs[mesh] = (trained, lowered, plan_for(mesh, 2, torch.bfloat16, precision="mixed"), samples())
     jobs["float64"] = (
