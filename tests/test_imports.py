@@ -45,13 +45,18 @@ def package_of(path: pathlib.Path) -> str:
 
 
 @functools.cache
+def tree(path: pathlib.Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def imports(path: pathlib.Path) -> list[tuple[int, str]]:
     """(line, dotted module) of every import in a file, also those inside functions."""
     return [*_imports(path)]
 
 
 def _imports(path: pathlib.Path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -87,7 +92,7 @@ def test_no_modules_import_each_other():
     modules = {module.removesuffix(".__init__"): path for module, path in modules.items()}
     graph = {module: set() for module in modules}
     for module, path in modules.items():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree(path)):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
@@ -100,7 +105,7 @@ def test_functions_and_files_are_short():
     for path in FILES:
         text = path.read_text()
         assert text.count("\n") <= 450, names(path)
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{names(path)}:{node.lineno} {node.name}"
 
