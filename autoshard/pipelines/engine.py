@@ -43,6 +43,7 @@ class PipelineEngine:
             module = StageModule(
                 list(own.values()),  # type: ignore[arg-type]
                 recompute=record.plan.stages[number].recompute and not record.plan.layers,
+                split=training and record.plan.schedule == "zero-bubble",
                 engines=layers_of(model, record, number) if record.used is not None else (),
             )
             self.modules.append(module)

@@ -21,16 +21,22 @@ Finisher = Callable[[int, tuple[torch.Tensor, ...]], torch.Tensor]
 class StageModule(nn.Module):
     """One stage on the user's own parameters. `programs` and `inputs`, per part, and `finish` are set for each step.
 
-    `engines`: what of it fully_shard gathers as one, the model last; empty where parameters are whole.
+    `engines`: what of it fully_shard gathers as one, the model last; empty where parameters are whole. `split`: whether
+    gradients of parameters are computed apart from the others.
     """
 
     engines: Sequence[nn.Module]  # no modules of this one
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], *, recompute: bool, engines: Sequence[nn.Module] = ()
+        self,
+        parameters: Sequence[nn.Parameter],
+        *,
+        recompute: bool,
+        split: bool = False,
+        engines: Sequence[nn.Module] = (),
     ) -> None:
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.split = recompute, split
         vars(self)["engines"] = tuple(engines)
         self.programs: list[Program] = []
         self.inputs: list[tuple[torch.Tensor, ...]] = []
@@ -55,4 +61,6 @@ class StageModule(nn.Module):
             made = run(arrived, self.inputs[number])
         if self.finish is not None:
             return self.finish(number, made)
-        return tuple(tensor.contiguous() for tensor in made)
+        sent = tuple(tensor.contiguous() for tensor in made)
+        # torch detaches these in place then, which no view allows, nor what an op of this stage has saved for backward
+        return tuple(tensor.clone() for tensor in sent) if self.split else sent

@@ -204,6 +204,7 @@ def schedules():
         "mixed precision": differences(partial(decoder, 2, 2), 2, "1f1b", around=BFLOAT16, tolerance=2**-7),
         "zero bubble": differences(partial(decoder, 4, 4), 2, "zero-bubble"),
         "transposed gradient": differences(turned, 2, "zero-bubble"),
+        "passed on": differences(skips, 2, "zero-bubble"),
     }
 
 
