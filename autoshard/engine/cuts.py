@@ -162,13 +162,6 @@ class Tracer:
             done[key].add_to(traced, block)
         return traced
 
-    def trace_first(self, cut: Cut, among: Iterable[str]) -> CutTrace:
-        """Follow one cut through the first of its blocks alone; `among`: the blocks of all cuts that are looked at."""
-        block = cut.blocks[0]
-        traced = self._trace_block(self._known(frozenset(among) | {block}), block, [cut])
-        traced.parts |= self._parts(cut, block)
-        return traced
-
     def _parts(self, cut: Cut, block: str) -> dict[int, Parts]:
         parts = {}
         for shard in cut.shards:

@@ -57,10 +57,6 @@ class Collective:
         """Seconds of it over some devices, with a part of its bytes."""
         return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes * part)
 
-    def over(self, ranks: int) -> "Collective":
-        """The same over so many ranks."""
-        return replace(self, nbytes=self.tensor_bytes * ranks, added=ranks) if self.added else self
-
     @property
     def tensor_bytes(self) -> int:
         """Bytes of the tensor that all ranks have then."""

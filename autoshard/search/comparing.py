@@ -7,7 +7,7 @@ from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
 from autoshard.integrations.peer_maps import PeerMap, peer_maps
 from autoshard.plan import Plan
-from autoshard.search.planning import candidates_of, place, plan_measured
+from autoshard.search.planning import candidates_of, cut, place, plan_measured
 from autoshard.search.request import Request
 from autoshard.strategies.compare import Alternative, Candidate, Comparison, compare, value_of
 
@@ -21,9 +21,12 @@ def compare_all(request: Request) -> Comparison:
     """
     stated = dataclasses.replace(request.profile.workload, assumed=False)
     profile = dataclasses.replace(request.profile, workload=stated)
-    request = dataclasses.replace(request, profile=profile, everything=True)
+    request = dataclasses.replace(request, profile=profile)
     named = [Candidate(name=name, make=_placing(request, name)) for name in PLACING]
-    ours = compare([*candidates_of(request), *named], request.profile, request.limited, request.objective)
+    every = candidates_of(request)
+    if "column-parallel" not in [one.name for one in every]:  # one process runs all ranks, but not at once, as priced
+        named.insert(0, Candidate(name="column-parallel", make=lambda: cut(request), usable=False))
+    ours = compare([*every, *named], request.profile, request.limited, request.objective, price=request.price)
     theirs = [_priced(one, request) for one in peer_maps(request.model, request.limited)]
     written: Mapping[str, str] | None = getattr(request.model, "_tp_plan", None)
     if written:

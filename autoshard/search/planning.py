@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 DIVIDING = ("auto", "pipeline", "data-parallel", "hybrid")
 """Strategies that may divide the batch."""
-MOST_OPS = 5_000
-"""Ops of a model up to which `auto` in one process also tells what strategies would give that want several."""
 
 
 def plan_measured(
@@ -53,7 +51,7 @@ def _made(request: Request, strategy: str) -> Plan:
     if strategy == "auto":
         return _auto(request)
     makers: dict[str, Callable[[Request], Plan]] = {
-        "column-parallel": lambda request: _cut(request, asked=True),
+        "column-parallel": lambda request: cut(request, asked=True),
         "pipeline": _pipeline,
         "data-parallel": _replicate,
         "hybrid": _mesh,
@@ -164,13 +162,11 @@ def candidates_of(request: Request) -> "list[Candidate]":
     found = [Candidate(name="placement", make=lambda: _place_for_passes(request))]
     if "disk" in request.cluster.names or request.pins or _plain_inputs(request):
         return found
-    many = request.processes > 1
-    if not many and not request.profile.workload.assumed and request.has_rows:
+    if request.processes > 1:
+        return [*found, Candidate(name="column-parallel", make=lambda: cut(request))]
+    if not request.profile.workload.assumed and request.has_rows:
         found.append(Candidate(name="data-parallel", make=lambda: _replicate(request)))
         found.append(Candidate(name="pipeline", make=lambda: _pipeline(request, compared=True)))
-    if not many and len(request.profile.graph.ops) > MOST_OPS and not request.everything:
-        return found
-    found.append(Candidate(name="column-parallel", make=lambda: _cut(request), usable=many))
     return found
 
 
@@ -286,7 +282,7 @@ def _saying_what_is_assumed(plan: Plan) -> Plan:
     return dataclasses.replace(plan, reasons=(ASSUMED, *plan.reasons))
 
 
-def _cut(request: Request, asked: bool = False) -> Plan:
+def cut(request: Request, asked: bool = False) -> Plan:
     """Find what can be cut, choose, and check what is chosen.
 
     `asked`: this strategy, not the best one: cut where one device would be faster, too.
@@ -304,7 +300,7 @@ def _cut(request: Request, asked: bool = False) -> Plan:
     if request.tp_plan is not None:
         return as_written(profile, cluster, found, check, request.tp_plan, objective=objective, even=even)
 
-    def cut(devices: Cluster) -> Plan:
+    def over(devices: Cluster) -> Plan:
         price = request.price if devices is cluster else None
         degree = processes if processes > 1 and processes == len(devices.devices) else None  # all of them run
         plan = column_parallel(
@@ -318,7 +314,7 @@ def _cut(request: Request, asked: bool = False) -> Plan:
         return dataclasses.replace(plan, cuts=cuts)
 
     computing = tuple(cluster.device(name) for name in compute_devices(cluster))
-    return cut(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
+    return over(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
 
 
 def plan_profile(

@@ -34,7 +34,6 @@ class Request:
         processes: how many of torch.distributed run, 0 if all devices are used from one.
         inside_blocks: cut only what lies inside of a block, so that each block may be in a stage of its own.
         divides_tokens: between cuts, divide tokens over the ranks where that is sound.
-        everything: price also what can't be carried out now, however large the model is.
     """
 
     model: nn.Module
@@ -52,7 +51,6 @@ class Request:
     processes: int = field(default_factory=count_processes)
     inside_blocks: bool = False
     divides_tokens: bool = False
-    everything: bool = False
 
     @property
     def limits(self) -> Mapping[Any, Any]:

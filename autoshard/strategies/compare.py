@@ -164,9 +164,6 @@ def explained(comparison: Comparison) -> Plan:
             continue
         if row.plan is None:
             reasons.append(f"{row.name} is not possible: {_first_sentence(row.refused)}")
-        elif not row.usable:
-            better = "better" if row.value < chosen.value else "not better"
-            reasons.append(f"with a process per device (torchrun) {row.name}: {_figure(row, comparison)}, {better}")
         else:
             reasons.append(f"not chosen: {row.name}: {_figure(row, comparison)}")
     reasons.append(f"chosen: {chosen.name}: {_figure(chosen, comparison)}")

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.common.module_paths import above, join, relative
 from autoshard.common.sizes import format_bytes, format_seconds
+from autoshard.engine.timing import op_seconds
 from autoshard.plan.sharding import Cut, Whole, count_collectives
 from autoshard.strategies.cut_task import Choice, CutTask, allows, full_names
 
@@ -28,9 +29,9 @@ def explain_cuts(
         for number, name in ((reduces, "all-reduce"), (gathers, "all-gather"))
         if number
     )
-    cost = f"{format_seconds(best.seconds)} per pass over {count} devices"
+    cost = f"{format_seconds(best.seconds)} per {_timed(best)} over {count} devices"
     if shared:
-        cost += f", of which {format_seconds(best.collective_seconds)} in {shared} of a forward"
+        cost += f", of which {format_seconds(best.figures.collective_seconds)} in {shared} of a forward"
     reasons = [f"{cost}; {_against_one(task, best, compared)}"]
     saved = task.profile.peak_bytes - max(best.peaks)
     fullest = max(zip(best.peaks, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
@@ -41,8 +42,12 @@ def explain_cuts(
     uneven = sum(len(set(cut.shares)) > 1 for cut in cuts)
     if uneven:
         what = "one cut is" if uneven == 1 else f"{uneven} cuts are"
-        reasons.append(f"{what} uneven: the slices don't divide, or the devices differ in speed or memory")
+        reasons.append(f"{what} uneven: the slices don't divide")
     return (*reasons, *_other_degrees(degrees, count))
+
+
+def _timed(choice: Choice) -> str:
+    return "answer" if choice.figures.prompt_seconds else "pass"
 
 
 def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
@@ -52,14 +57,14 @@ def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
 
 def _against_one(task: CutTask, best: Choice, alone: Choice | None) -> str:
     if alone is None:
-        seconds = min(map(task.seconds_alone, task.cluster.devices))
+        seconds = min(float(op_seconds(task.profile, device).sum()) for device in task.cluster.devices)
         need = format_bytes(task.profile.peak_bytes)
         if best.seconds > seconds:
             return f"one device would be faster, and none has room for the {need} of the model"
         return f"no device alone has room for the {need} of the model"
     one = f"{format_seconds(alone.seconds)} on {alone.devices[0].name} alone"
     if best.seconds > alone.seconds:
-        why = "less memory" if task.wanted == "memory" else "to cut it"
+        why = "less memory" if task.objective == "memory" else "to cut it"
         return f"that is slower than {one}, but {why} was asked for"
     return f"{alone.seconds / best.seconds:.2f} times as fast as {one}"
 
@@ -71,10 +76,14 @@ def _one_device(task: CutTask, best: Choice, cut: Choice | None) -> list[str]:
     if cut is None:
         why = f"; {next(iter(task.banned.values()))}" if task.banned else ""
         return [f"everything is on {name}: nothing in the model can be cut over the other devices{why}"]
-    collective = f", {format_seconds(cut.collective_seconds)} of them in collectives" if cut.collective_seconds else ""
+    collective = (
+        f", {format_seconds(cut.figures.collective_seconds)} of them in collectives"
+        if cut.figures.collective_seconds
+        else ""
+    )
     return [
-        f"one device is best: {name} takes {format_seconds(best.seconds)} per pass, and cut over {len(cut.devices)} "
-        f"devices it would take {format_seconds(cut.seconds)}{collective}"
+        f"one device is best: {name} takes {format_seconds(best.seconds)} per {_timed(best)}, and cut over "
+        f"{len(cut.devices)} devices it would take {format_seconds(cut.seconds)}{collective}"
     ]
 
 
@@ -109,14 +118,12 @@ def no_such_degree(degree: int, degrees: Sequence[int], even: bool, why: Iterabl
 
 def lacking_memory(closest: Choice, remedy: str) -> str:
     """Say which device lacks how much though all is cut that can be, and what may help."""
-    over = [peak - device.budget_bytes for peak, device in zip(closest.peaks, closest.devices, strict=True)]
-    rank = max(range(len(over)), key=lambda index: over[index])
-    device, need = closest.devices[rank], closest.peaks[rank]
-    assert closest.figures is not None
+    pairs = list(zip(closest.peaks, closest.devices, strict=True))
+    need, device = max(pairs, key=lambda pair: pair[0] - pair[1].budget_bytes)
     row = next(row for row in closest.figures.devices if row.name == device.name)
     parts = [(size, name) for name, size in row.parts.items() if size and name != "overhead"]
     named = ", ".join(f"{name} {format_bytes(size)}" for size, name in sorted(parts, reverse=True))
-    lack = f", {format_bytes(over[rank])} too little" if over[rank] > 0 else ""
+    lack = f", {format_bytes(closest.lacking_bytes)} too little" if closest.lacking_bytes > 0 else ""
     return (
         f"the model does not fit: cut as far as it can be, {device.name} needs {format_bytes(need)} and has "
         f"{format_bytes(device.budget_bytes)} for tensors{lack} (there: {named}). {remedy}"
@@ -126,10 +133,8 @@ def lacking_memory(closest: Choice, remedy: str) -> str:
 def explain_whole(task: CutTask, found: AxisGroups, best: Choice) -> tuple[Whole, ...]:
     """List the matrices that are on every rank whole, with the reason, once for all blocks that are alike."""
     degree = len(best.devices)
-    picked = {option.index for option in best.picked}
-    chosen = [group for group in task.groups if group.index in picked]
-    against = frozenset(index for option in best.picked for index in option.conflicts)
-    cut = {name for group in chosen for name in full_names(group)}
+    against = frozenset(index for group in best.groups for index in task.conflicts[group.index])
+    cut = {name for group in best.groups for name in full_names(group)}
     storages = {tensor.storage for tensor in task.profile.graph.tensors if tensor.name in cut}
     owner = {path: region.paths for region in found.regions for path in region.paths}
     blocked: dict[str, str] = {}
@@ -159,8 +164,8 @@ def _why_whole(task: CutTask, offers: Sequence[AxisGroup], against: frozenset[in
     if not offers:
         return ""
     indices = {group.index for group in offers}
-    for (index, shares), reason in task.banned.items():
-        if index in indices and len(shares) == degree:
+    for (index, ranks), reason in task.banned.items():
+        if index in indices and ranks == degree:
             return reason
     possible = [group for group in offers if allows(group, degree, task.even)]
     if not possible:

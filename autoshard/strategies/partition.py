@@ -68,14 +68,17 @@ class Solution:
     value: float
 
 
-def balanced(costs: StageCosts, room: Room, objective: Objective = "latency") -> Solution | None:
-    """Find the best assignment in devices of these capacities; None if there is none.
+def balanced(
+    costs: StageCosts, room: Room, objective: Objective = "latency", *, all_used: bool = False
+) -> Solution | None:  # fmt: skip
+    """Find the best assignment in devices of these capacities, on all of them if so asked; None if there is none.
 
     Among equals in latency the one with the most even memory; in the other objectives the one with the least latency.
     Where no speed is known the memory is evened out.
     """
     goal = objective if costs.chain.seconds.any() else "memory"
-    found = [_search(costs, room, goal, network) for network in _networks(costs, room)]
+    networks = [replace(network, all_used=all_used) for network in _networks(costs, room)]
+    found = [_search(costs, room, goal, network) for network in networks]
     return min((one for one in found if one is not None), key=lambda one: one.value, default=None)
 
 
@@ -139,6 +142,7 @@ class SearchNodes:
     kinds: list[list[int]]
     in_order: bool
     pinned: tuple[int, ...]
+    all_used: bool = False
 
     @property
     def steps(self) -> float:
@@ -154,7 +158,7 @@ class SearchNodes:
         after = used
         for number, kind in enumerate(self.kinds):
             if self.in_order:
-                if not passed <= number < passed + _SKIPPED:
+                if not passed <= number < passed + (1 if self.all_used else _SKIPPED):
                     continue
                 rank, device = number + 1, kind[0]
             else:
@@ -169,7 +173,9 @@ class SearchNodes:
                     return
 
     def ends(self, node: Node) -> bool:
-        """Whether no device with pinned units is left."""
+        """Whether no device with pinned units is left, or none at all."""
+        if self.all_used:
+            return node[0] == sum(map(len, self.kinds))
         holding = [number for number, kind in enumerate(self.kinds) if kind[0] in self.pinned]
         if self.in_order:
             return node[0] > max(holding, default=-1)

@@ -1,14 +1,14 @@
-"""Stages of a pipeline in one process: devices, micro-batches and cuts are searched, the best few priced by the engine.
+"""Stages of a pipeline in one process: devices, micro-batches and boundaries are searched, the best few are priced.
 
-ways to run ──▶ partitions of each (`stages`) ──formula──▶ a dozen ──`simulate`──▶ a few ──the engine──▶ one
+devices, micro-batches ──▶ stages by the dynamic programme of `partition` ──formula──▶ a dozen ──the engine──▶ one
 
 A process per device is planned by `search`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from itertools import permutations
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import combinations
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from autoshard.cluster.device import Device
 from autoshard.common.module_paths import above, parent
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate
+from autoshard.engine.placed import unit_seconds
 from autoshard.engine.pricer import Pricer
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError, SpecError
@@ -25,29 +26,53 @@ from autoshard.flow import flow
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.choices import check_choices
+from autoshard.profile.measure import first_saves
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.profile.units import find_units, tensor_units
+from autoshard.profile.units import Units, find_units, tensor_units
+from autoshard.strategies.chain import Chain, chain_from_profile, cost_of, join
 from autoshard.strategies.compare import value_of
-from autoshard.strategies.paths import collapse
-from autoshard.strategies.stages import Array, Cutting, StageCuts, Way, between, layer_begins, layer_figures
+from autoshard.strategies.partition import Room, balanced
+from autoshard.strategies.paths import collapse, cut_depths
+from autoshard.strategies.stage_costs import StageCosts
 
 _MOST_PARTS = 8
 """Micro-batches per device above which there is nothing to win: the bubble is below an eighth of a device's time."""
-_FEW = 8
-"""Devices up to which every number of them is tried."""
-_MOST_ORDERS = 24
-_DOZEN, _SIMULATED_ACTIONS, _PRICED_OPS = 12, 10_000, 8_000
-"""Partitions that are looked at; actions of schedules that are simulated, but a dozen partitions in any case; and ops
-of the run, times partitions that are priced."""
-_CLOSE, _AS_GOOD = 1.15, 1.002
-"""How much worse than the best, by the formula, what is looked at may be; what counts as equal."""
-_TIGHT, _ROOMS = 0.6, (1.0, 1.25, 0.85, 0.7, 0.5)
+_FEW, _EVERY = 8, 4
+"""Devices up to which every number of them is tried, and every set of them."""
+_DOZEN, _PRICED_OPS = 12, 12_000
+"""Stages that are priced, and ops of the run, times those; two are in any case."""
+_CLOSE, _AS_GOOD = 1.5, 1.002
+"""How much worse than the best, by the formula, what is priced may be; what counts as equal."""
+_ROOMS = (1.0, 1.25, 0.85, 0.7, 0.5)
 """Parts of the memory that are searched with: what a stage holds is known roughly before it is priced.
 
-More than all of it only where memory may have decided, so that the fullest device is used by so much; less only where
-nothing fitted.
+More than all of it only where something is recomputed; less as long as something does not fit.
 """
+_CUTS_PER_STAGE, _ENOUGH = 2, 64
+"""Cuts between whole modules are enough where there are so many per stage, or in all; else smaller modules are cut.
+
+Few are, since tensors that meet inside a cut module are watched, which costs time.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stages:
+    """One stage on each of these devices: their first units and the end of the last, and which compute again.
+
+    `value`: about what is minimised.
+    """
+
+    devices: tuple[Device, ...]
+    begins: tuple[int, ...]
+    recompute: tuple[bool, ...]
+    microbatches: int
+    value: float
+
+    @property
+    def simplicity(self) -> tuple[int, ...]:
+        """The smaller, the simpler."""
+        return len(self.devices), self.microbatches
 
 
 def pipeline(
@@ -70,13 +95,26 @@ def pipeline(
             "a pipeline needs at least two modules with parameters, one per stage: this model has "
             f'{len(units.paths)}. Use strategy="balanced".'
         )
-    ways = list(_ways(profile, batch, devices, num_microbatches))
-    training = profile.graph.backward_begin < len(profile.graph.ops)
     goal = "latency" if objective == "throughput" and not compared else objective
-    figure = "load" if goal == "memory" else "busiest" if goal == "throughput" and not training else "seconds"
-    searches = partial(_searches, profile, cluster, batch, ways, figure)
     price = pricer or Pricer(profile, cluster)
-    best, closest = _best(searches, partial(_write, profile, batch, objective), price, goal, len(profile.graph.ops))
+    used = replace(cluster, devices=tuple(devices))
+
+    @cache
+    def part(m: int) -> Profile:
+        """The run of one micro-batch, without the optimizer's step."""
+        few = part_of_batch(profile, batch, -(-batch.size // m))
+        return replace(few, workload=replace(few.workload, optimizer="none"))
+
+    def searched(room: float) -> list[Stages]:
+        sets = _device_sets(profile, devices, len(units.paths))
+        wanted = [num_microbatches] if num_microbatches else None
+        every = ((some, m) for some in sets for m in wanted or _parts(batch.size, len(some)))
+        found = (one for some, m in every for one in _stages(profile, part(m), used, some, m, goal, room))
+        different = {(*(device.name for device in one.devices), one.begins, one.recompute, one.microbatches): one
+                     for one in found}  # fmt: skip
+        return sorted(different.values(), key=lambda one: (float(f"{one.value:.3g}"), one.simplicity))
+
+    best, closest = _best(searched, partial(_write, profile, batch, objective), price, goal, len(profile.graph.ops))
     if best is None:
         raise PlanError(_refusal(closest, devices))
     plan, figures = best
@@ -85,18 +123,26 @@ def pipeline(
     return replace(plan, aligned=moves.aligned, written_back=moves.written_back)
 
 
-# ---- ways to run stages
+# ---- the search
 
 
-def _ways(profile: Profile, batch: BatchAxis, devices: Sequence[Device], num_microbatches: int | None) -> Iterator[Way]:
-    """Yield stages on any number of devices, the simplest first."""
-    count = len(devices)
-    most = min(count, len(find_units(profile).paths))
-    numbers = range(2, most + 1) if count <= _FEW else [*(p for p in (2, 4, 8, 16, 32, 64, 128) if p < count), count]
-    for number in (one for one in numbers if one <= most):
-        for micro in [num_microbatches] if num_microbatches else _parts(batch.size, number):
-            for used in _orders(profile, devices, number):
-                yield Way(devices=used, microbatches=micro)
+def _device_sets(profile: Profile, devices: Sequence[Device], units: int) -> list[tuple[Device, ...]]:
+    """Devices for the stages, of any number: all sets of few; of many the first, the fastest and the largest."""
+    most = min(len(devices), units)
+    powers = [count for count in (2, 4, 8, 16, 32, 64, 128) if count < most]
+    numbers = range(2, most + 1) if len(devices) <= _FEW else [*powers, most]
+    seconds = {device.name: float(op_seconds(profile, device).sum()) for device in devices}
+    several = [
+        devices,
+        sorted(devices, key=lambda device: seconds[device.name]),
+        sorted(devices, key=lambda device: (-device.budget_bytes, seconds[device.name])),
+    ]
+    found: dict[object, tuple[Device, ...]] = {}
+    for count in numbers:
+        for some in combinations(devices, count) if len(devices) <= _EVERY else (one[:count] for one in several):
+            kinds = sorted((one.speed, one.memory_bytes, one.overhead_bytes, one.host) for one in some)
+            found.setdefault(str(kinds), tuple(some))
+    return list(found.values())
 
 
 def _parts(size: int, positions: int) -> list[int]:
@@ -108,82 +154,119 @@ def _parts(size: int, positions: int) -> list[int]:
     return sorted(found | {m for m in (positions, 2 * positions, 4 * positions) if m <= size})[-8:]
 
 
-def _orders(profile: Profile, devices: Sequence[Device], count: int) -> list[tuple[Device, ...]]:
-    """Orders of so many devices for the stages, those that differ; the given one first."""
-    kinds = {device.name: (device.speed, device.memory_bytes, device.overhead_bytes, device.host) for device in devices}
-    if len(set(kinds.values())) == 1:
-        return [tuple(devices[:count])]
-    seconds = {device.name: float(op_seconds(profile, device).sum()) for device in devices}
-    several = [
-        devices,
-        *(sorted(devices, key=lambda device: way * seconds[device.name]) for way in (1, -1)),
-        sorted(devices, key=lambda device: (-device.budget_bytes, seconds[device.name])),
-        *(permutations(devices, count) if len(devices) <= 4 else ()),
-    ]
-    found: dict[object, tuple[Device, ...]] = {}
-    for order in several:
-        picked = tuple(order[:count])
-        found.setdefault(tuple(kinds[device.name] for device in picked), picked)
-    return list(found.values())[:_MOST_ORDERS]
+def _stages(
+    profile: Profile, part: Profile, cluster: Cluster, devices: tuple[Device, ...], m: int, goal: str, room: float
+) -> Iterator[Stages]:  # fmt: skip
+    """Stages whose slowest is as fast as can be, or whose fullest is as empty, with m micro-batches.
+
+    In training a device holds the activations of all of them, or with recomputation what came into each layer. Devices
+    compute while they are sent something: stages are found with and without what copies take. `part`: the run of one
+    micro-batch.
+    """
+    units, training = find_units(profile), profile.graph.backward_begin < len(profile.graph.ops)
+    begins = _layer_begins(units, len(devices))
+    layer = np.searchsorted(begins, np.arange(len(units.paths)), side="right") - 1
+    whole = join(_of_microbatches(profile, part, replace(cluster, devices=devices), m), layer)
+    assert whole is not None
+    inner = (whole.edge_unit < whole.num_units) & (whole.tensor_unit[whole.edge_tensor] >= 0)
+    plain = replace(whole, edge_tensor=whole.edge_tensor[inner], edge_unit=whole.edge_unit[inner])
+    free = {"link_seconds": 0 * whole.link_seconds, "link_bytes_per_second": np.full_like(whole.link_seconds, np.inf)}
+    again = _recomputing(profile, plain, layer, m) if training else None
+    runs = np.bincount(layer[units.op_unit], op_seconds(profile, devices[0]) > 0, whole.num_units)
+    capacity = Room.of(room * whole.capacity_bytes)
+    for chain in (plain, replace(whole, **free), *((again, replace(again, **free)) if again is not None else ())):
+        found = balanced(StageCosts(chain), capacity, "memory" if goal == "memory" else "throughput", all_used=True)
+        if found is None:
+            continue
+        order, place = list(dict.fromkeys(found.assignment)), np.array(found.assignment)
+        cost = cost_of(plain, found.assignment)
+        recompute = tuple(training and cost.memory_bytes[at] > float(capacity.has_bytes[at]) for at in order)
+        launches = np.array([m * runs[place == at].sum() * devices[at].launch_seconds for at in order])
+        seconds = np.array(cost.seconds)[order] * np.where(recompute, 4 / 3, 1)
+        yield Stages(
+            devices=tuple(devices[at] for at in order), recompute=recompute, microbatches=m,
+            begins=(*(int(begins[found.assignment.index(at)]) for at in order), len(units.paths)),
+            value=cost.load if goal == "memory" else _about(seconds, launches, m, goal != "latency" and not training),
+        )  # fmt: skip
 
 
-# ---- the search
+def _of_microbatches(profile: Profile, part: Profile, cluster: Cluster, m: int) -> Chain:
+    """The chain of m micro-batches, of which in inference one after the other is there."""
+    units = find_units(profile)
+    chain = chain_from_profile(profile, cluster, units=units)
+    there = 1 if profile.graph.backward_begin < len(profile.graph.ops) else m
+    return replace(
+        chain, seconds=m * unit_seconds(part, cluster, units), transient_bytes=chain.transient_bytes / m, ties=(),
+        tensor_bytes=chain.tensor_bytes / there, link_seconds=m * chain.link_seconds,
+        link_bytes_per_second=chain.link_bytes_per_second / there,
+    )  # fmt: skip
 
 
-def _searches(
-    profile: Profile, cluster: Cluster, batch: BatchAxis, ways: Sequence[Way], figure: str, room: float
-) -> Iterator[tuple[StageCuts, Array]]:
-    """The cuts of every way, and where its layers begin."""
-    units, graph = find_units(profile), profile.graph
-    devices = [device for device in cluster.devices if device.name != "disk"]
-    most = max(way.microbatches for way in ways)
-    few = part_of_batch(profile, batch, -(-batch.size // most))
-    ends: dict[bytes, tuple[object, object]] = {}
-    for way in ways:
-        begins = layer_begins(units, len(way.devices))
-        key = begins.tobytes()
-        if key not in ends:
-            ends[key] = tuple(layer_figures(profile, one, begins, devices) for one in (few, profile))  # type: ignore
-        least, rows = -(-batch.size // most), -(-batch.size // way.microbatches)
-        part = (rows - least) / max(batch.size - least, 1)
-        yield StageCuts(
-            between(*ends[key], part), way, cluster, figure,  # type: ignore[arg-type]
-            training=graph.backward_begin < len(graph.ops), room=room,
-        ), begins  # fmt: skip
+def _layer_begins(units: Units, stages: int) -> np.ndarray:
+    """The first unit of every layer: modules as large as leave enough of them; all where few."""
+    depths = cut_depths(units.paths)
+    enough = max(stages, min(_CUTS_PER_STAGE * stages, _ENOUGH))
+    for depth in sorted({*depths[1:].tolist(), int(depths.max(initial=0))}):
+        allowed = depths <= depth
+        if allowed.sum() >= enough:
+            break
+    return np.flatnonzero(allowed)
+
+
+def _recomputing(profile: Profile, plain: Chain, layer: np.ndarray, m: int) -> Chain:
+    """The chain of layers that keep what came in, and compute their activations again, one micro-batch at a time."""
+    graph, units = profile.graph, find_units(profile)
+    kept = np.zeros(len(units.paths))
+    for storage, op in first_saves(graph).items():
+        kept[units.op_unit[op]] += graph.storages[storage].nbytes
+    saved, weights = np.bincount(layer, kept), np.bincount(layer, units.weight_bytes)
+    came = np.zeros(plain.num_units)
+    inner = plain.edge_unit < plain.num_units
+    source, user = plain.ends
+    crossing = inner & (source != user) & (plain.tensor_copies[plain.edge_tensor] > 0)
+    np.add.at(came, user[crossing], plain.tensor_bytes[plain.edge_tensor[crossing]])
+    return replace(
+        plain, resident_bytes=np.maximum(plain.resident_bytes - saved, weights) + came,
+        transient_bytes=plain.transient_bytes + saved / m,
+    )  # fmt: skip
+
+
+def _about(seconds: np.ndarray, launches: np.ndarray, m: int, busiest: bool) -> float:
+    """About the seconds of a pass: one micro-batch through all stages, the others past the slowest of them.
+
+    `seconds`: per stage, of all micro-batches; `launches`: the part of them in which one thread launches their ops.
+    `busiest`: those of the busiest device alone count.
+    """
+    passed = seconds.max() if busiest else seconds.sum() / m + (1 - 1 / m) * seconds.max()
+    return float(max(passed, launches.sum()))
 
 
 def _best(
-    searches: Callable[[float], Iterator[tuple[StageCuts, Array]]], write: Callable[[Cutting, Array], Plan],
-    price: Callable[[Plan], Estimate], goal: str, ops: int,
+    searched: Callable[[float], list[Stages]], write: Callable[[Stages], Plan], price: Callable[[Plan], Estimate],
+    goal: str, ops: int,
 ) -> tuple[tuple[Plan, Estimate] | None, Estimate | None]:  # fmt: skip
     """The best plan that fits, and what lacks least of those that don't; between equals the simplest."""
-    best: tuple[float, Cutting, Plan, Estimate] | None = None
+    best: tuple[float, Stages, Plan, Estimate] | None = None
     closest: Estimate | None = None
+    too_full = False
     for room in _ROOMS:
-        if best is not None and (room < 1 or (best[1].load <= _TIGHT and not any(best[1].recompute))):
-            break
-        found = [(one, search, begins) for search, begins in searches(room) for one in search.cuttings()]
-        found.sort(key=lambda row: (float(f"{row[0].value:.3g}"), row[0].way.simplicity))
-        timed, actions = list[tuple[float, Cutting, Array]](), 0
-        for one, search, begins in found:
-            actions += 2 * len(one.way.devices) * one.way.microbatches
-            if actions > _SIMULATED_ACTIONS and len(timed) >= _DOZEN:
+        if best is not None and not (too_full if room < 1 else any(best[1].recompute)):
+            continue
+        found, too_full = searched(room), False
+        for one in found[: max(3, min(_DOZEN, _PRICED_OPS // max(ops, 1)))]:
+            if best is not None and one.value > found[0].value * _CLOSE:
                 break
-            timed.append((search.simulated(one), one, begins))
-        timed.sort(key=lambda row: (float(f"{row[0]:.3g}"), row[1].way.simplicity))
-        for value, one, begins in timed[: max(2, min(_DOZEN, _PRICED_OPS // max(ops, 1)))]:
-            if best is not None and (value > timed[0][0] * _CLOSE or (room > 1 and value > best[0] / _AS_GOOD)):
-                break
-            plan = write(one, begins)
+            plan = write(one)
             try:
                 figures = price(plan)
             except PlanError:  # stages that can't be cut there
                 continue
             exact = value_of(figures, goal, plan.workload.training)
             if not figures.fits:
+                too_full = True
                 closest = figures if closest is None or _lacking(figures) < _lacking(closest) else closest
             elif best is None or exact < best[0] / _AS_GOOD or (
-                exact <= best[0] * _AS_GOOD and one.way.simplicity < best[1].way.simplicity
+                exact <= best[0] * _AS_GOOD and one.simplicity < best[1].simplicity
             ):  # fmt: skip
                 best = exact, one, plan, figures
     return None if best is None else best[2:], closest
@@ -196,11 +279,10 @@ def _lacking(figures: Estimate) -> int:
 # ---- the plan
 
 
-def _write(profile: Profile, batch: BatchAxis, objective: str, one: Cutting, begins: Array) -> Plan:
+def _write(profile: Profile, batch: BatchAxis, objective: str, one: Stages) -> Plan:
     """Write down what was decided."""
-    units, graph, names = find_units(profile), profile.graph, [device.name for device in one.way.devices]
-    boundaries = begins[list(one.cuts[1:-1])]
-    stage_of_unit = np.searchsorted(boundaries, np.arange(len(units.paths)), side="right")
+    units, graph, names = find_units(profile), profile.graph, [device.name for device in one.devices]
+    stage_of_unit = np.searchsorted(one.begins[1:], np.arange(len(units.paths)), side="right")
     stage_of = {name: str(stage_of_unit[unit]) for name, unit in tensor_units(graph, units).items()}
     paths: list[list[str]] = [[] for _ in one.recompute]
     for path, stage in (collapse(stage_of, graph) if stage_of else {"": "0"}).items():
@@ -208,9 +290,9 @@ def _write(profile: Profile, batch: BatchAxis, objective: str, one: Cutting, beg
     stages = zip(paths, one.recompute, strict=True)
     return Plan(
         strategy="pipeline", objective=objective, workload=profile.workload,
-        devices=tuple(map(plan_device, one.way.devices)),
+        devices=tuple(map(plan_device, one.devices)),
         placements={path: name for name, own in zip(names, paths, strict=True) for path in own},
-        num_microbatches=one.way.microbatches, schedule="gpipe", fingerprint=graph.fingerprint,
+        num_microbatches=one.microbatches, schedule="gpipe", fingerprint=graph.fingerprint,
         mesh=Mesh(pp=len(names)), batch=batch, stages=tuple(Stage(paths=tuple(own), recompute=yes)
                                                             for own, yes in stages),
     )  # fmt: skip

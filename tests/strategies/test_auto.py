@@ -55,12 +55,12 @@ def test_never_worse_than_a_strategy(mode, objective):
         assert row.value >= found.bound
         assert not row.usable or row.value >= found.chosen.value * (1 - 1e-8)
     names = [row.name for row in found.alternatives]
-    assert names == ["placement", "data-parallel", "pipeline", "column-parallel"]
+    assert names == ["placement", "data-parallel", "pipeline"]
 
 
 def test_reasons_say_what_was_not_chosen():
     text = "\n".join(explained(compare(request())).reasons)
-    for words in ("with a process per device (torchrun) column-parallel", "not chosen: pipeline", "chosen: placement"):
+    for words in ("not chosen: data-parallel", "not chosen: pipeline", "chosen: placement"):
         assert words in text, words
     assert "is below" not in text  # the bound is said once, with the figures
 
@@ -92,7 +92,7 @@ def test_a_workload_nobody_stated_is_placed():
     asked = request(assumed=True)
     plan = plan_measured(asked.model, asked.inputs, asked.profile, asked.cluster)
     assert plan.mesh is None and not plan.cuts
-    assert [row.name for row in candidates_of(asked)] == ["placement", "column-parallel"]
+    assert [row.name for row in candidates_of(asked)] == ["placement"]
 
 
 @pytest.mark.parametrize("strategy", ["hybrid", "pipeline", "data-parallel"])

@@ -1,12 +1,10 @@
-"""column_parallel: the choice equals brute force, shares fill like water, and every no has a reason."""
+"""column_parallel: what is cut over which devices, and every no has a reason."""
 
 import itertools
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import autoshard
@@ -19,8 +17,6 @@ from autoshard.plan import Plan
 from autoshard.plan.sharding import Action, Cut, Refusal, Shard
 from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import column_parallel
-from autoshard.strategies.cut_choice import Option, choose
-from autoshard.strategies.shares import divide
 from tests.blocks import Blocks
 
 WIDTH = 256
@@ -83,92 +79,6 @@ def prove(groups, shares):
     ]
 
 
-# ---- shares
-
-
-@given(
-    st.integers(1, 9).flatmap(
-        lambda size: st.tuples(
-            st.just(size),
-            st.lists(st.tuples(st.floats(0.1, 3), st.integers(0, 9)), min_size=1, max_size=3),
-        )
-    )
-)
-def test_shares_are_the_best_there_are(given_):
-    size, ranks = given_
-    seconds, most = [own for own, _ in ranks], [limit for _, limit in ranks]
-    found = divide(size, seconds, most)
-    ways = [
-        shares
-        for shares in itertools.product(range(1, size + 1), repeat=len(ranks))
-        if sum(shares) == size and all(share <= limit for share, limit in zip(shares, most, strict=True))
-    ]
-    if not ways:
-        assert found is None
-        return
-    assert found in ways
-
-    def last(shares):
-        return max(share * own for share, own in zip(shares, seconds, strict=True))
-
-    assert last(found) <= min(map(last, ways)) * 1.02 * (1 + 1e-9)
-
-
-# ---- the choice
-
-
-@settings(max_examples=30)
-@given(
-    st.lists(
-        st.tuples(
-            st.tuples(st.floats(0, 2), st.floats(0, 2)), st.tuples(st.integers(0, 9), st.integers(0, 9)),
-            st.floats(0, 2), st.sets(st.integers(0, 5)),
-        ),
-        max_size=6,
-    ),
-    st.integers(0, 20),
-    st.sampled_from(["latency", "memory"]),
-)  # fmt: skip
-def test_the_choice_is_the_best_there_is(rows, need, objective):
-    """Against all sets of compatible options."""
-    options = [
-        Option(index=i, shares=(1, 1), saved_seconds=seconds, saved_bytes=nbytes, collective_seconds=collective,
-               places=1, conflicts=frozenset(conflicts - {i}))
-        for i, (seconds, nbytes, collective, conflicts) in enumerate(rows)
-    ]  # fmt: skip
-
-    def value(chosen):
-        if any({o.index for o in chosen} & o.conflicts for o in chosen):
-            return None
-        saved = [sum(o.saved_bytes[rank] for o in chosen) for rank in (0, 1)]
-        if min(saved) < need:
-            return None
-        if objective == "memory":
-            return -min(saved)
-        return max(10 - sum(o.saved_seconds[rank] for o in chosen) for rank in (0, 1)) + sum(
-            o.collective_seconds for o in chosen
-        )
-
-    values = [value(c) for size in range(len(options) + 1) for c in itertools.combinations(options, size)]
-    best = min((one for one in values if one is not None), default=None)
-    found = choose(options, (10.0, 10.0), (need, need), objective)
-    assert (found is None) == (best is None)
-    if found is not None:
-        assert value(found) == pytest.approx(best, abs=1e-5)
-
-
-def test_unequal_devices_get_unequal_shares(profile):
-    fast, slow = device("fast", rate=3e12, speed=3e11), device("slow")
-    plan = column_parallel(profile, cluster(fast, slow), net_groups(), prove, degree=2)
-    assert plan.cuts[0].shares == (768, 256)
-    even = column_parallel(profile, cluster(fast, slow), net_groups(), prove, degree=2, even=True)
-    assert even.cuts[0].shares == (512, 512)
-    small = replace(slow, name="small", memory_bytes=profile.peak_bytes - int(0.8 * 4 * net_groups().groups[0].nbytes))
-    plan = column_parallel(profile, cluster(slow, small), net_groups(), prove)
-    assert plan.cuts[0].shares[1] < 512 and len(plan.devices) == 2  # as much as it has room for
-    assert any("uneven" in reason for reason in plan.reasons)
-
-
 # ---- the plan
 
 
@@ -215,14 +125,12 @@ def test_what_is_refused_stays_whole_with_its_reason(profile):
         column_parallel(profile, alike(2), net_groups(), never, degree=2)
 
 
-def test_uneven_shares_that_are_refused_are_tried_even(profile):
-    def only_even(groups, shares):
-        done = prove(groups, shares)
-        return [c if len(set(c.shares)) == 1 else Refusal(reason="uneven") for c in done]
-
-    fast, slow = device("fast", rate=3e12, speed=3e11), device("slow")
-    plan = column_parallel(profile, cluster(fast, slow), net_groups(), only_even, degree=2)
-    assert plan.cuts[0].shares == (512, 512)
+def test_slices_that_do_not_divide_are_shared_as_evenly_as_they_go(profile):
+    plan = column_parallel(profile, alike(3), net_groups(), prove, degree=3)
+    assert [cut.shares for cut in plan.cuts] == [(342, 341, 341), (171, 171, 170)]
+    assert any("2 cuts are uneven" in reason for reason in plan.reasons)
+    with pytest.raises(PlanError, match="into equal parts over 3 devices"):
+        column_parallel(profile, alike(3), net_groups(), prove, degree=3, even=True)
 
 
 def test_a_degree_that_nothing_allows(profile):

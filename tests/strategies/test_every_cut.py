@@ -15,12 +15,11 @@ from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device, Link
 from autoshard.engine.cuts import Tracer, estimate_cuts
-from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
+from autoshard.plan.sharding import even_shares
 from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import _conflicts, column_parallel
-from autoshard.strategies.shares import divide
 
 
 class Block(nn.Module):
@@ -109,25 +108,24 @@ def sets_of(groups, conflicts):
 
 
 def least_of_all(profile, found, cluster):
-    """The least seconds of all cuts of blocks, in shares that follow speed; infinite if nothing fits."""
+    """The least seconds of all cuts of blocks, in even shares; infinite if nothing fits."""
     tracer, least = Tracer(profile.graph), float("inf")
     blocks = {region.paths for region in found.regions}
     usual = [group for group in found.groups if group.blocks in blocks]
-    conflicts = {group.index: _conflicts(found.groups)[at] for at, group in enumerate(found.groups)}
+    conflicts = _conflicts(found.groups)
     for count in range(1, len(cluster.devices) + 1):
         for devices in itertools.combinations(cluster.devices, count):
-            pace = [float(op_seconds(profile, device).sum()) for device in devices]
-            able = [group for group in usual if divide(group.size, pace)]
+            able = [group for group in usual if group.size >= count]
             for chosen in sets_of(able, conflicts):
                 if bool(chosen) == (count > 1):
-                    cuts = unchecked(chosen, [divide(group.size, pace) for group in chosen])
+                    cuts = unchecked(chosen, [even_shares(group.size, count) for group in chosen])
                     figures = estimate_cuts(plan_of(profile, devices, cuts), profile, cluster, tracer=tracer)
                     least = min(least, figures.latency_seconds if figures.fits else least)
     return least
 
 
 def gap(seed):
-    """What is chosen over the best, at most 1 where single modules or other shares, which can be chosen too, pay."""
+    """What is chosen over the best, below 1 where single modules, which can be chosen too, pay."""
     profile, found, cluster = request_of(seed)
     least = least_of_all(profile, found, cluster)
     try:
