@@ -1,9 +1,9 @@
 """data-parallel: a replica of the model on every device, each with its part of the batch.
 
-    cuda:0  (fast)   rows 0 1 2 3 4        a share is what a device can do until a common time, as far as its memory
-    cuda:1  (slow)   rows 5 6 7            goes; devices that would make a pass longer are left out
+    cuda:0  (fast)   rows 0 1 2 3 4        rows go from one device to another as long as the pass gets shorter by it,
+    cuda:1  (slow)   rows 5 6 7            or fits; devices that would make it longer are left out
 
-Devices are tried from those on that would do most of the batch in a time: less work on more devices is compared.
+The fastest devices are tried, and those with the most memory, of every number: less work on more devices is compared.
 """
 
 from collections.abc import Sequence
@@ -20,10 +20,9 @@ from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.sharding import even_shares
 from autoshard.profile.profile import Profile
-from autoshard.strategies.shares import divide
 
-_MOVES = 32
-"""Rows that go from one device to another, one after the other, from shares by speed."""
+_WORTH = 1e-3
+"""Part of a pass, or of memory, that other shares must save."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +43,12 @@ class ReplicaSet:
         """Whether every replica fits."""
         return self.lacking.free_bytes >= 0
 
+    def value(self, objective: str) -> float:
+        """Seconds of a pass, or for "memory" the part of its memory that the fullest device uses."""
+        if objective != "memory":
+            return self.run.seconds
+        return max(one.peak_bytes / max(one.memory_bytes, 1) for one in self.run.replicas)
+
 
 def data_parallel(profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput") -> Plan:
     """Plan replicas in one process and their shares of the batch. Raises `PlanError` if the model does not fit."""
@@ -56,8 +61,7 @@ def data_parallel(profile: Profile, cluster: Cluster, batch: BatchAxis, *, objec
         raise PlanError(_refusal(tried))
 
     def value(one: ReplicaSet) -> tuple[float, float, int]:
-        first = max(map(fullness, one.run.replicas)) if objective == "memory" else one.run.seconds
-        return first, one.run.seconds, len(one.devices)
+        return one.value(objective), one.run.seconds, len(one.devices)
 
     # Who asks for replicas by name gets some where they fit; `auto` knows of one device by itself.
     best = min([one for one in fitting if len(one.devices) > 1] or fitting, key=value)
@@ -79,76 +83,49 @@ class ReplicaTask:
     """What candidates are priced with: the run by rows."""
 
     def __init__(self, profile: Profile, cluster: Cluster, batch: BatchAxis, objective: str = "latency") -> None:
-        self.profile, self.cluster, self.batch, self.objective = profile, cluster, batch, objective
+        self.cluster, self.batch, self.objective = cluster, batch, objective
         self.rows = RowSizes(profile, batch)
-        self.priced: dict[int, ReplicaPricer] = {}
+        self.alone, self.several = ReplicaPricer(self.rows, count=1), ReplicaPricer(self.rows, count=2)
 
-    def sets(self, able: Sequence[Device]) -> list[Sequence[Device]]:
-        """Devices to try, of every number: first those that would do most of the batch in a time."""
+    def sets(self, able: Sequence[Device]) -> list[tuple[Device, ...]]:
+        """Devices to try, of every number: the fastest, and those with the most memory."""
         most = min(len(able), self.batch.size)
-        first = sorted(able, key=self._pace)
-        return [[device for device in able if device in first[:count]] for count in range(1, most + 1)]
+        fast = sorted(able, key=lambda device: self.rows.seconds(device, self.batch.size))
+        large = sorted(fast, key=lambda device: -device.budget_bytes)
+        found = (tuple(device for device in able if device in order[:count])
+                 for count in range(1, most + 1) for order in (fast, large))  # fmt: skip
+        return list({tuple(device.name for device in some): some for some in found}.values())
 
     def holds_replica(self, device: Device) -> bool:
         """Whether a device has room for the model with one row of the batch."""
-        return self.figures(2).of(device, 1).free_bytes >= 0
+        return self.several.of(device, 1).free_bytes >= 0
 
-    def figures(self, count: int) -> ReplicaPricer:
-        """What prices `count` replicas; what was computed for one count serves the others."""
-        key = min(count, 2)
-        if key not in self.priced:
-            self.priced[key] = ReplicaPricer(self.rows, count=count)
-        return self.priced[key]
-
-    def candidate(self, devices: Sequence[Device]) -> ReplicaSet:
-        """Divide the batch over these devices, as fast as their memory allows."""
-        figures = self.figures(len(devices))
-        rows = self._shares(figures, devices) or even_shares(self.batch.size, len(devices))
-        return ReplicaSet(devices=tuple(devices), rows=rows, run=figures.run(self.cluster, devices, rows))
-
-    def _shares(self, figures: ReplicaPricer, devices: Sequence[Device]) -> tuple[int, ...] | None:
-        """Rows of each: the slowest is done as early as can be, or the fullest is as empty; None if none fit."""
-        most = [max(self._most_rows(figures, device, first=not i), 1) for i, device in enumerate(devices)]
-        full = self.objective == "memory"
-        pace = [1 / limit if full else self.rows.seconds(device, self.batch.size)
-                for device, limit in zip(devices, most, strict=True)]  # fmt: skip
-        best = divide(self.batch.size, pace, most)
-        if best is None:
-            return None
-
-        def cost(rows: tuple[int, ...]) -> float:
-            run = figures.run(self.cluster, devices, rows)
-            return max(map(fullness, run.replicas)) if full else run.seconds
-
-        for _ in range(_MOVES):
-            moved = [
-                tuple(own + (at == to) - (at == away) for at, own in enumerate(best))
-                for away, to in permutations(range(len(best)), 2)
-                if best[away] > 1 and best[to] < most[to]
-            ]
-            least = min(moved, key=cost, default=best)
-            if cost(least) >= cost(best) * (1 - 1e-9):
-                break
-            best = least
+    def candidate(self, devices: tuple[Device, ...]) -> ReplicaSet:
+        """Divide the batch over these devices: evenly, then by moving rows, ever fewer, as long as that is better."""
+        best = self._priced(devices, even_shares(self.batch.size, len(devices)))
+        if best.fits and len({(device.speed, device.memory_bytes) for device in devices}) == 1:
+            return best
+        step = max(1, self.batch.size // (2 * len(devices)))
+        while step:
+            moved = (
+                tuple(own + step * ((at == to) - (at == away)) for at, own in enumerate(best.rows))
+                for away, to in permutations(range(len(devices)), 2) if best.rows[away] > step
+            )  # fmt: skip
+            least = min((self._priced(devices, rows) for rows in moved), key=self._cost, default=best)
+            lack, value = self._cost(best)
+            if self._cost(least) < (lack, value * (1 - _WORTH)):
+                best = least
+            else:
+                step //= 2
         return best
 
-    def _pace(self, device: Device) -> float:
-        """Seconds of the whole batch on a device, as if it could do it as often as its memory asks for."""
-        return self.rows.seconds(device, self.batch.size) / max(self._most_rows(self.figures(2), device), 1)
+    def _priced(self, devices: tuple[Device, ...], rows: tuple[int, ...]) -> ReplicaSet:
+        figures = self.several if len(devices) > 1 else self.alone
+        return ReplicaSet(devices=devices, rows=rows, run=figures.run(self.cluster, devices, rows))
 
-    def _most_rows(self, figures: ReplicaPricer, device: Device, *, first: bool = False) -> int:
-        """The most rows with which a replica fits on a device; bytes grow with rows."""
-        low, high = 0, self.batch.size
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits = figures.of(device, middle, first=first).free_bytes >= 0
-            low, high = (middle, high) if fits else (low, middle - 1)
-        return low
-
-
-def fullness(one: DeviceEstimate) -> float:
-    """The part of its memory that a device uses."""
-    return one.peak_bytes / max(one.memory_bytes, 1)
+    def _cost(self, one: ReplicaSet) -> tuple[float, float]:
+        """What is lacking, then what is minimised."""
+        return max(0, -one.lacking.free_bytes), one.value(self.objective)
 
 
 def _reasons(
