@@ -7,19 +7,17 @@ out, so memory and seconds are rather over- than underestimated; the estimate na
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cache
 from math import ceil, prod
 
 import numpy as np
-from torch.fx import Node
 
 from autoshard.axes.axis import Factor, describe, leaves, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
-from autoshard.axes.walk import MOST_NUMBERS, AxisWalk
-from autoshard.capture.columns import columns_of
-from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
+from autoshard.axes.walk import AxisWalk
+from autoshard.capture.graph import ModelGraph, TensorInfo, name_of
 from autoshard.capture.replaced import changed
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.module_paths import join, relative
@@ -32,8 +30,6 @@ from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut, coordinates_of, kept
 from autoshard.profile.part import Sizes, smaller_sizes, with_sizes
 from autoshard.profile.profile import Profile
-
-_NUMBERS = frozenset((int, float, bool, str, type(None)))
 
 Parts = tuple[float, ...]
 """Per rank, the part of a tensor that it has."""
@@ -229,34 +225,16 @@ class _Blocks:
                 block = self.of_op[op.index] = OUTSIDE
             if block is not None:
                 self.ops[block].append(op.index)
-        number = {block: at for at, block in enumerate((None, *known))}
-        self._of_op = np.array([number[block] for block in self.of_op], np.int64)
-        reads, self._maker = columns_of(graph).inputs, columns_of(graph).maker
-        made = self._maker[reads.value]
-        elsewhere = (made >= 0) & (self._of_op[made] != self._of_op[reads.op])
-        self.leaving = {*graph.outputs, *reads.value[elsewhere].tolist()}
+        self.leaving = {*graph.outputs}
+        for op in graph.ops:
+            here = self.of_op[op.index]
+            self.leaving.update(v for v in op.inputs if graph.values[v].op >= 0 and self.maker(v) != here)
         for call in graph.calls:
             if call.path in known:  # what a block returns is put together, whether somebody reads it or not
                 self.leaving.update(call.outputs)
         self.numbers: dict[str, dict[int, int]] = {}
         self._looks: dict[str, int] = {}
         self._known_looks: dict[tuple[object, ...], int] = {}
-
-    @cached_property
-    def _kinds(self) -> tuple[np.ndarray, np.ndarray]:
-        """A number for every op and for every value: those with equal ones differ in the values that ops touch."""
-        graph, begin, uncounted = self.graph, self.graph.backward_begin, self.graph.uncounted
-        ops, values = dict[object, int](), dict[object, int]()
-        of_op = [
-            ops.setdefault((id(op.target), len(op.inputs), len(op.outputs), _literals(op), op.index < begin,
-                            op.index in uncounted), len(ops))
-            for op in graph.ops
-        ]  # fmt: skip
-        of_value = [
-            values.setdefault((row.shape, row.dtype, row.nbytes, row.op >= 0, row.index in self.leaving), len(values))
-            for row in graph.values
-        ]
-        return np.array(of_op, np.int64), np.array(of_value, np.int64)
 
     def look(self, block: str) -> int:
         """The number of the ops of a block with their values numbered: blocks that look the same are cut alike."""
@@ -265,13 +243,16 @@ class _Blocks:
         return self._looks[block]
 
     def _look(self, block: str) -> tuple[object, ...]:
-        ops, (of_op, of_value) = np.array(self.ops[block], np.int64), self._kinds
-        values = columns_of(self.graph).touched.of(ops)
-        own = list(dict.fromkeys(values))
-        numbers = self.numbers[block] = {value: number for number, value in enumerate(own)}
-        makers = self._maker[own]
-        inside = (makers >= 0) & (self._of_op[makers] == self._of_op[ops[:1]])
-        return tuple(map(numbers.__getitem__, values)), of_op[ops].tobytes(), of_value[own].tobytes(), inside.tobytes()
+        graph, numbers, rows = self.graph, self.numbers.setdefault(block, {}), list[object]()
+        for index in self.ops[block]:
+            op = graph.ops[index]
+            touched = tuple(numbers.setdefault(value, len(numbers)) for value in (*op.inputs, *op.outputs))
+            rows.append(
+                (id(op.target), len(op.inputs), touched, index < graph.backward_begin, index in graph.uncounted)
+            )
+        about = ((graph.values[value], value in self.leaving, self.maker(value) == block) for value in numbers)
+        rows += [(row.shape, row.dtype, row.nbytes, leaves_block, inside) for row, leaves_block, inside in about]
+        return tuple(rows)
 
     def maker(self, value: int) -> str | None:
         """The block that made a value."""
@@ -295,26 +276,6 @@ class _Pattern:
         here = zip(self.found.collectives, self.ops, strict=True)
         traced.collectives += [replace(one, op=ops[at], block=block) for one, at in here]
         traced.lost += [block] * len(self.found.lost)
-
-
-def _literals(op: Op) -> object:
-    """The arguments of an op that are no tensors, and numbers in those that are."""
-    if op.node is None:
-        return None
-    args, kwargs = op.node.args, op.node.kwargs
-    named = tuple([(name, _plain(item)) for name, item in kwargs.items()]) if kwargs else ()
-    return tuple([_plain(item) for item in args]), named
-
-
-def _plain(item: object) -> object:
-    if type(item) in _NUMBERS:
-        return item
-    if isinstance(item, Node):
-        content = item.meta.get("content") if item.op == "placeholder" else None
-        if content is None or content.dim() != 1 or len(content) > MOST_NUMBERS:
-            return "%"
-        return tuple(content.tolist())
-    return tuple(map(_plain, item)) if isinstance(item, (list, tuple)) else str(item)
 
 
 def _leaf(walk: AxisWalk, cut: Cut, values: list[int]) -> Factor | None:
