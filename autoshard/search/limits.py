@@ -1,7 +1,8 @@
 """Limits: what a model and a workload allow of a mesh, and what a user has fixed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from autoshard.engine.blocks import ModelWork
 from autoshard.errors import PlanError, SpecError
@@ -88,7 +89,7 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
     """Raise `PlanError` where what was fixed does not go with the devices or the model, with what does."""
     mesh = given.mesh
     if mesh:
-        size = _product(degree for name, degree in mesh.items() if name != "ep")
+        size = prod(degree for name, degree in mesh.items() if name != "ep")
         if size != devices:
             near = f" fsdp={devices // (size // mesh.get('fsdp', 1))} would." if _fills(mesh, size, devices) else ""
             raise PlanError(
@@ -133,10 +134,3 @@ def _among(degree: int, allowed: tuple[int, ...], name: str, what: str) -> None:
 
 def _shown(mesh: Mapping[str, int]) -> str:
     return ",".join(f"{name}={degree}" for name, degree in mesh.items())
-
-
-def _product(values: Iterable[int]) -> int:
-    result = 1
-    for value in values:
-        result *= value
-    return result

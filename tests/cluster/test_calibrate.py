@@ -33,8 +33,7 @@ def test_measured_devices_keep_their_memory():
 def test_the_disk_is_measured(tmp_path, monkeypatch):
     """On a file that goes without a trace; within its seconds, also where writing is slow."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autoshard.cluster.disk.MOST_BYTES", 16 << 20)
-    monkeypatch.setattr("autoshard.cluster.disk.READ_SECONDS", 0.02)
+    monkeypatch.setattr("autoshard.cluster.disk.MOST_BLOCKS", 4)
     before = parse_devices({"cuda:0": "1GiB", "disk": "10GiB"})
     found = measure_disk(".")
     if found is None:
