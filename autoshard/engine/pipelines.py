@@ -1,4 +1,8 @@
-"""What a pipeline in one process costs: its stages for one micro-batch (`stages`), in the order of its schedule.
+"""What a pipeline in one process costs: its stages for one micro-batch, in the order of its schedule.
+
+stage 0   forward 3.1 ms, backward 6.2 ms, bytes as in `stage_memory`
+  boundary  2 tensors, 4 MiB go over it; the gradient of one of them comes back
+stage 1   …
 
 * Seconds over a boundary: for every tensor the link's latency and its bytes over the bandwidth; from neighbour to
   neighbour. Copies are asynchronous. One thread launches all ops, so a pass is never faster than that.
@@ -10,17 +14,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+import numpy as np
+
+from autoshard.capture.graph import ModelGraph
+from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
 from autoshard.engine.placed import lower_bound, of_every_device
-from autoshard.engine.stages import StageBoundary, StagesCost, stage_figures
-from autoshard.engine.timing import optimizer_seconds
+from autoshard.engine.stage_memory import StageBytes, StageMemory
+from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.flow import OUTPUTS, producer_of
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
-from autoshard.profile.measure import optimizer_step_bytes
+from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.schedules.orders import PipeAction, make_order
@@ -30,23 +38,54 @@ KINDS = {"F": "forward", "B": "backward"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PipelinePass:
-    """A pipeline in numbers: its stages, and what came of them by the clock.
+class StageBoundary:
+    """What crosses from a stage to the next for one micro-batch: tensors (value, bytes), and those with gradients."""
 
-    Attributes:
-        names: the device of every stage.
-        done: seconds until each of them has done its actions. events: of these.
+    tensors: tuple[tuple[int, int], ...]
+    returned: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFigures:
+    """One stage for one micro-batch.
+
+    `launch_seconds`: the part of all its seconds that ops need to be launched. `trained`: bytes of the parameters that
+    it trains, in the model's order.
     """
 
-    figures: StagesCost
-    names: tuple[str, ...]
+    device: str
+    forward_seconds: float
+    backward_seconds: float
+    recompute: bool
+    nbytes: StageBytes
+    trained: tuple[int, ...]
+    launch_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePass:
+    """A pipeline in numbers: its stages, what goes over their boundaries, and what came of them by the clock.
+
+    `aligned`, `written_back`: as in `Plan`.
+    """
+
+    stages: tuple[StageFigures, ...]
+    boundaries: tuple[StageBoundary, ...]
+    aligned: tuple[str, ...]
+    written_back: tuple[str, ...]
     simulated: Simulated
-    done: tuple[float, ...]
-    events: tuple[Event, ...]
+
+    def done(self, position: int) -> float:
+        """Seconds until a device has done its actions."""
+        return max((ran.end for ran in self.simulated.ran if ran.device == position), default=0.0)
 
 
 def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
-    """Work out the stages of a pipeline and run them by the clock; as `estimate_stages`, which also prices them."""
+    """Work out the stages of a pipeline and run all forwards, then all backwards, by the clock.
+
+    Outputs go to the root's home, and a parameter that several stages read is copied to them. Raises `PlanError` if the
+    plan does not say how the batch is divided, or its stages don't have all parameters.
+    """
     mesh, batch, count = plan.mesh, plan.batch, plan.num_microbatches
     if mesh is None or batch is None or len(plan.stages) != mesh.pp:
         raise PlanError("this plan has no stages, or does not say how the batch is divided. Plan again.")
@@ -55,10 +94,53 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
             f"a batch of {batch.size} can't be divided into {count} micro-batches: use at most {batch.size}, or a "
             "larger batch."
         )
-    names = tuple(device.name for device in plan.devices[: mesh.pp])
     part = part_of_batch(profile, batch, ceil(batch.size / count))
-    figures = stage_figures(profile, part, plan.stages, [cluster.device(name) for name in names])
-    return _run_stages(figures, names, cluster, count, profile.workload)
+    training, names = profile.workload.training, [device.name for device in plan.devices[: mesh.pp]]
+    staged = divide(part.graph, [stage.paths for stage in plan.stages])
+    memory = StageMemory(profile, part.graph, plan.stages)
+    trained = trained_sizes(part.graph) if training else []
+    stages = []
+    for index, (stage, name) in enumerate(zip(plan.stages, names, strict=True)):
+        device = cluster.device(name)
+        mine = np.where(np.array(staged.op_stage, np.int64) == index, op_seconds(part, device), 0.0)
+        ahead, back = mine[: part.graph.backward_begin], mine[part.graph.backward_begin :]
+        again = ahead[memory.runs_again[: len(ahead)]]
+        own = tuple(nbytes for tensor, nbytes in trained if memory.held[tensor] == index)
+        stages.append(
+            StageFigures(
+                device=name, forward_seconds=float(ahead.sum()), backward_seconds=float(back.sum() + again.sum()),
+                recompute=stage.recompute and training, nbytes=memory.of(index, device, own), trained=own,
+                launch_seconds=device.launch_seconds * sum(map(np.count_nonzero, (ahead, back, again))),
+            )
+        )  # fmt: skip
+    boundaries = _boundaries_of(part.graph, staged, len(stages))
+    times = Times(
+        forward=[stage.forward_seconds for stage in stages],
+        backward=[stage.backward_seconds for stage in stages],
+        sends=[_over(boundary.tensors, cluster, names, i, 1) for i, boundary in enumerate(boundaries)],
+        returns=[_over(boundary.returned, cluster, names, i, -1) for i, boundary in enumerate(boundaries)],
+    )
+    return PipelinePass(
+        stages=tuple(stages), boundaries=boundaries, aligned=memory.moves.aligned,
+        written_back=memory.moves.written_back,
+        simulated=simulate(make_order("gpipe", len(names), count, training=training), times),
+    )  # fmt: skip
+
+
+def _boundaries_of(graph: ModelGraph, staged: Staged, count: int) -> tuple[StageBoundary, ...]:
+    """Return what goes over every boundary, from neighbour to neighbour; its gradient comes back the same way."""
+    tensors: list[list[tuple[int, int]]] = [[] for _ in range(count - 1)]
+    returned: list[list[tuple[int, int]]] = [[] for _ in range(count - 1)]
+    training = graph.backward_begin < len(graph.ops)
+    outputs = set(graph.outputs)
+    for crossing in staged.crossings:
+        row = graph.values[crossing.value]
+        nbytes = graph.copied_bytes(crossing.value)
+        for boundary in range(crossing.source, crossing.readers[-1]):
+            tensors[boundary].append((crossing.value, nbytes))
+            if training and row.requires_grad and not (crossing.value in outputs and crossing.readers == (count - 1,)):
+                returned[boundary].append((crossing.value, nbytes))
+    return tuple(StageBoundary(tensors=tuple(a), returned=tuple(b)) for a, b in zip(tensors, returned, strict=True))
 
 
 def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
@@ -67,13 +149,13 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     Raises `PlanError` if the plan names what the model or the cluster lacks, or can't be run.
     """
     run = run_plan(plan, profile, cluster)
-    workload, count, stages = profile.workload, plan.num_microbatches, run.figures.stages
-    rows, events, latency = dict[str, DeviceEstimate](), [*run.events], 0.0
-    for position, name in enumerate(run.names):
-        device = cluster.device(name)
-        step = optimizer_seconds(sum(stages[position].trained) * workload.training, workload, device)
+    workload, count, stages = profile.workload, plan.num_microbatches, run.stages
+    rows, events, latency = dict[str, DeviceEstimate](), _events(run), 0.0
+    for position, stage in enumerate(stages):
+        name, device = stage.device, cluster.device(stage.device)
+        step = optimizer_seconds(sum(stage.trained) * workload.training, workload, device)
         rows[name] = _device_estimate(run, position, device, count, workload, step)
-        begin = run.done[position]
+        begin = run.done(position)
         latency = max(latency, begin + step)
         events += [_event(name, "optimizer", begin, begin + step)] if step else []
     launch = count * sum(stage.launch_seconds for stage in stages)
@@ -87,34 +169,15 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         bottleneck_seconds=busiest,
         lower_bound_seconds=bound,
         gap=gap_above(busiest if plan.objective == "throughput" and not workload.training else latency, bound),
-        aligned=run.figures.aligned,
-        written_back=run.figures.written_back,
+        aligned=run.aligned,
+        written_back=run.written_back,
         notes=profile.graph.notes,
         pipelining=Pipelining(
             schedule=plan.schedule, num_microbatches=count,
-            stages=tuple(_stage_estimate(run, i, count if workload.training else 1) for i in range(len(stages))),
+            stages=tuple(_stage_estimate(stage, count if workload.training else 1) for stage in stages),
             bubble=run.simulated.bubble,
             events=tuple(sorted(events, key=lambda e: (e.begin_seconds, e.device, e.end_seconds))),
         ),
-    )  # fmt: skip
-
-
-def _run_stages(
-    figures: StagesCost, names: tuple[str, ...], cluster: Cluster, microbatches: int, workload: Workload
-) -> PipelinePass:
-    """Run all forwards, then all backwards, by the clock."""
-    order = make_order("gpipe", len(names), microbatches, training=workload.training)
-    times = Times(
-        forward=[stage.forward_seconds for stage in figures.stages],
-        backward=[stage.backward_seconds for stage in figures.stages],
-        sends=[_over(boundary.tensors, cluster, names, i, 1) for i, boundary in enumerate(figures.boundaries)],
-        returns=[_over(boundary.returned, cluster, names, i, -1) for i, boundary in enumerate(figures.boundaries)],
-    )
-    simulated = simulate(order, times)
-    done = [max((ran.end for ran in simulated.ran if ran.device == d), default=0.0) for d in range(len(names))]
-    return PipelinePass(
-        figures=figures, names=names, simulated=simulated, done=tuple(done),
-        events=tuple(_events(figures, names, simulated)),
     )  # fmt: skip
 
 
@@ -122,7 +185,7 @@ def _device_estimate(
     run: PipelinePass, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
 ) -> DeviceEstimate:
     """Bytes and seconds of one device; the parts are what is live at the moment of the peak, so they add up to it."""
-    held = run.figures.stages[position].nbytes
+    held = run.stages[position].nbytes
     gradient, activation = _peak(run, position, microbatches, workload, device)
     used = held.parameter + held.buffer + held.optimizer + held.inputs + gradient + activation
     overhead = device.overhead_bytes if used else 0
@@ -148,7 +211,7 @@ def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workloa
     of micro-batches become one tensor, beside them, through which one backward goes; at the end gradients meet the
     optimizer step.
     """
-    stage, training = run.figures.stages[position], workload.training
+    stage, training = run.stages[position], workload.training
     one = stage.nbytes
     kept = one.kept if training else one.lasting  # of a micro-batch, after its forward
     there, peaks = microbatches * kept, [(0, (microbatches - 1) * kept + one.forward)]
@@ -169,32 +232,30 @@ def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workloa
     return max([*peaks, (one.gradient, there + step)], key=sum)
 
 
-def _over(
-    tensors: Sequence[tuple[int, int]], cluster: Cluster, names: tuple[str, ...], boundary: int, way: int
-) -> float:
+def _over(tensors: Sequence[tuple[int, int]], cluster: Cluster, names: Sequence[str], boundary: int, way: int) -> float:
     """Seconds in which tensors go over a boundary, forwards or back."""
     ends = names[boundary], names[boundary + 1]
     link = cluster.link(*ends[::way])
     return sum(link.seconds(nbytes) for _, nbytes in tensors)
 
 
-def _events(figures: StagesCost, names: Sequence[str], simulated: Simulated) -> list[Event]:
+def _events(run: PipelinePass) -> list[Event]:
     """Actions and copies by the clock. Where a stage is computed again, that comes first in its backward."""
     found = []
-    for ran in simulated.ran:
-        action, stage, begin = ran.action, figures.stages[ran.action.stage], ran.begin
+    for ran in run.simulated.ran:
+        action, stage, begin = ran.action, run.stages[ran.action.stage], ran.begin
         place = {"stage": action.stage, "microbatch": action.microbatch}
-        name = names[ran.device]
+        name = stage.device
         if stage.recompute and action.kind == "B":
             again = min(ran.end, begin + stage.forward_seconds)
             found.append(_event(name, "recompute", begin, again, **place))
             begin = again
         if ran.end > begin or not stage.recompute:
             found.append(_event(name, KINDS[action.kind], begin, ran.end, **place))
-    for sent in simulated.sent:
-        nbytes = sum(nbytes for _, nbytes in _sent_tensors(figures.boundaries, sent.action))
+    for sent in run.simulated.sent:
+        nbytes = sum(nbytes for _, nbytes in _sent_tensors(run.boundaries, sent.action))
         place = {"stage": sent.action.stage, "microbatch": sent.action.microbatch}
-        source, name = names[sent.source], names[sent.destination]
+        source, name = run.stages[sent.source].device, run.stages[sent.destination].device
         found.append(_event(name, "transfer", sent.begin, sent.end, source=source, nbytes=nbytes, **place))
     return found
 
@@ -208,10 +269,9 @@ def _sent_tensors(boundaries: Sequence[StageBoundary], action: PipeAction) -> tu
     return boundaries[action.stage].tensors if action.kind == "F" else boundaries[action.stage - 1].returned
 
 
-def _stage_estimate(run: PipelinePass, index: int, in_flight: int) -> StageEstimate:
-    stage = run.figures.stages[index]
+def _stage_estimate(stage: StageFigures, in_flight: int) -> StageEstimate:
     return StageEstimate(
-        device=run.names[index],
+        device=stage.device,
         forward_seconds=stage.forward_seconds,
         backward_seconds=stage.backward_seconds,
         recompute=stage.recompute,
@@ -222,7 +282,7 @@ def _stage_estimate(run: PipelinePass, index: int, in_flight: int) -> StageEstim
 
 def _transfers(run: PipelinePass, profile: Profile, microbatches: int, cluster: Cluster) -> tuple[Transfer, ...]:
     """Every tensor over every boundary, all micro-batches together."""
-    graph, names = profile.graph, run.names
+    graph, names = profile.graph, [stage.device for stage in run.stages]
 
     def row(value: int, nbytes: int, boundary: int, way: int) -> Transfer:
         ends = (names[boundary], names[boundary + 1])[::way]
@@ -235,8 +295,8 @@ def _transfers(run: PipelinePass, profile: Profile, microbatches: int, cluster: 
             backward=way < 0,
         )  # fmt: skip
 
-    found = [row(*one, i, 1) for i, boundary in enumerate(run.figures.boundaries) for one in boundary.tensors]
+    found = [row(*one, i, 1) for i, boundary in enumerate(run.boundaries) for one in boundary.tensors]
     return (
         *found,
-        *(row(*one, i, -1) for i, boundary in enumerate(run.figures.boundaries) for one in boundary.returned),
+        *(row(*one, i, -1) for i, boundary in enumerate(run.boundaries) for one in boundary.returned),
     )

@@ -30,8 +30,8 @@ def test_activations_are_computed_again_only_where_they_do_not_fit(training):
     roomy = planned(training, "2xA100-40GB", num_microbatches=8)
     assert not any(stage.recompute for stage in roomy.stages)
     run = run_plan(roomy, training, parse_devices("2xA100-40GB"))
-    static = [s.nbytes.parameter + s.nbytes.buffer + s.nbytes.optimizer + s.nbytes.inputs for s in run.figures.stages]
-    more = [max(0.7 * 8 * s.nbytes.kept, 2.1 * s.nbytes.gradient) for s in run.figures.stages]
+    static = [s.nbytes.parameter + s.nbytes.buffer + s.nbytes.optimizer + s.nbytes.inputs for s in run.stages]
+    more = [max(0.7 * 8 * s.nbytes.kept, 2.1 * s.nbytes.gradient) for s in run.stages]
     tight = replace(parse_devices("2xA100-40GB"), devices=tuple(
         replace(d, overhead_bytes=0, memory_bytes=int(static[i] + more[i]))
         for i, d in enumerate(parse_devices("2xA100-40GB").devices)
