@@ -95,8 +95,7 @@ def explain_command(
     as_json: o.Json = False,
 ) -> None:
     """Say why PLAN, a module or a device of it, is as it is, what binds it, and what other choices would cost."""
-    from autoshard.report.explained import print_explanation
-    from autoshard.report.explanation import explain
+    from autoshard.report.explanation import explain, print_explanation
 
     opened = open_plan(plan_file, target, memory_known=False)
     study = opened.study(sizes=not subject)

@@ -7,6 +7,9 @@ device, another mesh) that is priced as plans always are.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rich.console import Console
+from rich.text import Text
+
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.module_paths import above, is_below, join
 from autoshard.common.sizes import format_bytes, format_seconds
@@ -17,7 +20,9 @@ from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
+from autoshard.report.layout import print_section
 from autoshard.report.terminal import as_sentence
+from autoshard.report.words import print_item
 from autoshard.search.study import Study
 from autoshard.strategies.paths import collapse
 
@@ -49,10 +54,27 @@ class Explanation:
     chosen: OtherDevice | None = None
     alternatives: tuple[OtherDevice, ...] = ()
 
+    @property
+    def choices(self) -> list[tuple[str, str]]:
+        """(what, its figures) of what the plan has and of the alternatives; none without these."""
+        rows = [self.chosen, *self.alternatives] if self.chosen is not None and self.alternatives else []
+        return [(row.title, _figure(row, self.unit)) for row in rows]
+
     def __str__(self) -> str:
         lines = [self.subject or "the whole model", *(f"  {sentence}" for sentence in self.sentences)]
-        rows = [self.chosen, *self.alternatives] if self.chosen is not None and self.alternatives else []
-        return "\n".join([*lines, *(f"  - {row.title}: {_figure(row, self.unit)}" for row in rows)])
+        return "\n".join([*lines, *(f"  - {title}: {figures}" for title, figures in self.choices)])
+
+
+def print_explanation(console: Console, found: Explanation) -> None:
+    """Print where a module or device stands, why, and what the other choices cost."""
+    console.print(Text(found.subject or "the whole model", style="bold"))
+    for sentence in found.sentences:
+        print_item(console, sentence, "")
+    if found.choices:
+        same = "the best recipe of each mesh" if found.kind == "the plan" else "everything else as it is"
+        print_section(console, "Choices", f"{found.unit}; {same}")
+    for title, figures in found.choices:
+        print_item(console, title, figures)
 
 
 def _figure(one: OtherDevice, unit: str) -> str:
@@ -153,7 +175,6 @@ def _placed_module(
     placed = _entries(plan.placements, subject)
     homes = list(dict.fromkeys(placed.values()))
     sentences = [_where(subject, homes, placed, _size(profile, subject))]
-    sentences += _ties(profile, subject, plan)
     sentences += _streamed(plan, subject)
     if subject in plan.pins or any(is_below(subject, pin) for pin in plan.pins):
         sentences.append("It was pinned there by whoever asked for the plan.")
@@ -220,16 +241,6 @@ def _where(subject: str, homes: list[str], placed: Mapping[str, str], size: int)
         inside = f", as all of {by or 'the model'}" if by != subject else ""
         return f"{name} ({format_bytes(size)}) is on {homes[0]}{inside}."
     return f"{name} ({format_bytes(size)}) is spread over {', '.join(homes)}, in {len(placed)} parts."
-
-
-def _ties(profile: Profile, subject: str, plan: Plan) -> Iterator[str]:
-    for names in profile.graph.tied():
-        inside = [name for name in names if is_below(name, subject)]
-        others = [name for name in names if name not in inside]
-        if inside and others:
-            homes = {_home(plan.placements, name) for name in names}
-            how = "all on one device" if len(homes) == 1 else f"with a copy on each of {', '.join(sorted(homes))}"
-            yield f"{inside[0]} is one tensor with {others[0]}, {how}."
 
 
 def _home(placements: Mapping[str, str], name: str) -> str:

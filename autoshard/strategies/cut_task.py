@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from math import log1p
 
 from autoshard.axes.groups import AxisGroup
 from autoshard.axes.unchecked import as_cut
@@ -14,6 +13,9 @@ from autoshard.engine.pricer import Pricer
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut, even_shares
 from autoshard.profile.profile import Profile
+
+NEARLY = 0.98
+"""Part of the bytes that can be cut at most, from which on groups that send less are taken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,18 +72,21 @@ class CutTask:
     banned: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def most(self, degree: int) -> tuple[AxisGroup, ...]:
-        """Groups that can be cut together, the largest of those that exclude one another."""
+        """Groups that can be cut together: those that save most for what they send, if that is nearly all that can be.
+
+        Else the largest of those that exclude one another.
+        """
         able = [one for one in self.groups if allows(one, degree, self.even) and (one.index, degree) not in self.banned]
+        cheap, large = (self._together(sorted(able, key=order)) for order in (_per_sent, lambda one: -one.nbytes))
+        return cheap if cut_bytes(cheap) >= NEARLY * cut_bytes(large) else large
+
+    def _together(self, groups: Sequence[AxisGroup]) -> tuple[AxisGroup, ...]:
+        """The first of some groups, and those that go with them; of single modules only what is left."""
         found: list[AxisGroup] = []
-        for group in sorted(able, key=self._order):
+        for group in sorted(groups, key=lambda one: one.index in self.fallback):
             if not any(other.index in self.conflicts[group.index] for other in found):
                 found.append(group)
         return tuple(found)
-
-    def _order(self, group: AxisGroup) -> tuple[float, ...]:
-        """By bytes that are cut, to 2 %; among equals what sends least."""
-        sent = 2 * group.reduced_bytes + group.gathered_bytes + group.added_bytes
-        return group.index in self.fallback, -round(50 * log1p(group.nbytes)), sent, len(group.actions)
 
     def priced(self, devices: tuple[Device, ...], groups: Sequence[AxisGroup]) -> Choice:
         """These groups cut over these devices, unchecked."""
@@ -99,6 +104,15 @@ class CutTask:
             devices=tuple(map(plan_device, devices)), placements={"": devices[0].name},
             fingerprint=self.profile.graph.fingerprint, cuts=cuts,
         )  # fmt: skip
+
+
+def _per_sent(group: AxisGroup) -> float:
+    return -group.nbytes / (1 + 2 * group.reduced_bytes + group.gathered_bytes + group.added_bytes)
+
+
+def cut_bytes(groups: Sequence[AxisGroup]) -> int:
+    """Bytes of all parameters that some groups cut."""
+    return sum(group.nbytes * len(group.blocks) for group in groups)
 
 
 def allows(group: AxisGroup, degree: int, even: bool) -> bool:
