@@ -2,15 +2,13 @@
 
     1, 2 fit, 10 % and 18 % full  ->  try 12 (a line through both, up to full)  ->  11 %, 12 … 13 does not fit  ->  12
 
-Memory is about linear in the batch and quadratic in the sequence: the next size to try is where that curve is full, or
-the middle of what is left. The answer fits and the next size does not: both were tried.
+Memory is about linear in the batch, and more in the sequence: the next size to try is where the line is full, or the
+middle of what is left. The answer fits and the next size does not: both were tried.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
-
-import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, PlanError
@@ -81,19 +79,12 @@ def largest(
 
 
 def _where_full(fits: dict[int, float]) -> int:
-    """Where a curve through the last sizes that fitted is full."""
-    sizes = sorted(fits)[-3:]
-    if len(sizes) < 2 or fits[sizes[-1]] <= fits[sizes[-2]]:
+    """Where a line through the last two sizes that fitted is full."""
+    sizes = sorted(fits)[-2:]
+    if len(sizes) < 2 or fits[sizes[1]] <= fits[sizes[0]]:
         return 2 * sizes[-1]
-    (a, b), (x, y) = ((size, fits[size]) for size in sizes[-2:])
-    line = x + (1.0 - y) * (x - a) / (y - b)
-    if len(sizes) == 3:
-        square, linear, constant = np.polyfit(sizes, [fits[size] for size in sizes], 2)
-        curved = [square, linear, constant - 1.0] if square > 1e-12 else [1.0]
-        roots = np.roots(curved).tolist()
-        further = [root.real for root in map(complex, roots) if abs(root.imag) < 1e-9 and root.real > x]
-        line = min([line, *further])
-    return int(min(line, float(MOST)))
+    (a, b), (x, y) = ((size, fits[size]) for size in sizes)
+    return int(min(x + (1.0 - y) * (x - a) / (y - b), float(MOST)))
 
 
 def largest_chosen(
