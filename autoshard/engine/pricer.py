@@ -84,7 +84,7 @@ class Pricer:
                 known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
             else:
                 known = price(plan, self.profile, self.cluster)
-            self.remember(plan, known)
+            self._known.append((_decisions(plan), known))
         return known
 
     def answer(self, plan: Plan) -> Estimate:
@@ -99,10 +99,6 @@ class Pricer:
         if known is None:
             known = self._halves[id(half)] = Pricer(half, self.cluster)
         return known
-
-    def remember(self, plan: Plan, figures: Estimate) -> None:
-        """Keep the estimate of a plan that somebody else made."""
-        self._known.append((_decisions(plan), figures))
 
 
 def _decisions(plan: Plan) -> Plan:

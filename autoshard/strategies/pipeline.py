@@ -41,7 +41,7 @@ _MOST_PARTS = 8
 _FEW, _EVERY = 8, 4
 """Devices up to which every number of them is tried, and every set of them."""
 _DOZEN, _PRICED_OPS = 12, 12_000
-"""Stages that are priced, and ops of the run, times those; two are in any case."""
+"""Stages that are priced, and ops of the run, times those; three are in any case."""
 _CLOSE, _AS_GOOD = 1.5, 1.002
 """How much worse than the best, by the formula, what is priced may be; what counts as equal."""
 _ROOMS = (1.0, 1.25, 0.85, 0.7, 0.5)
@@ -49,6 +49,8 @@ _ROOMS = (1.0, 1.25, 0.85, 0.7, 0.5)
 
 More than all of it only where something is recomputed; less as long as something does not fit.
 """
+_AGAIN = 4 / 3
+"""Seconds of a stage that recomputes, over those of one that does not: backward takes twice as long as forward."""
 _CUTS_PER_STAGE, _ENOUGH = 2, 64
 """Cuts between whole modules are enough where there are so many per stage, or in all; else smaller modules are cut.
 
@@ -182,7 +184,7 @@ def _stages(
         cost = cost_of(plain, found.assignment)
         recompute = tuple(training and cost.memory_bytes[at] > float(capacity.has_bytes[at]) for at in order)
         launches = np.array([m * runs[place == at].sum() * devices[at].launch_seconds for at in order])
-        seconds = np.array(cost.seconds)[order] * np.where(recompute, 4 / 3, 1)
+        seconds = np.array(cost.seconds)[order] * np.where(recompute, _AGAIN, 1.0)
         yield Stages(
             devices=tuple(devices[at] for at in order), recompute=recompute, microbatches=m,
             begins=(*(int(begins[found.assignment.index(at)]) for at in order), len(units.paths)),
