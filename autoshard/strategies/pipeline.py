@@ -172,11 +172,10 @@ def _stages(
     assert whole is not None
     inner = (whole.edge_unit < whole.num_units) & (whole.tensor_unit[whole.edge_tensor] >= 0)
     plain = replace(whole, edge_tensor=whole.edge_tensor[inner], edge_unit=whole.edge_unit[inner])
-    free = {"link_seconds": 0 * whole.link_seconds, "link_bytes_per_second": np.full_like(whole.link_seconds, np.inf)}
     again = _recomputing(profile, plain, layer, m) if training else None
     runs = np.bincount(layer[units.op_unit], op_seconds(profile, devices[0]) > 0, whole.num_units)
     capacity = Room.of(room * whole.capacity_bytes)
-    for chain in (plain, replace(whole, **free), *((again, replace(again, **free)) if again is not None else ())):
+    for chain in (plain, _copied_at_once(whole), *((again, _copied_at_once(again)) if again is not None else ())):
         found = balanced(StageCosts(chain), capacity, "memory" if goal == "memory" else "throughput", all_used=True)
         if found is None:
             continue
@@ -190,6 +189,11 @@ def _stages(
             begins=(*(int(begins[found.assignment.index(at)]) for at in order), len(units.paths)),
             value=cost.load if goal == "memory" else _about(seconds, launches, m, goal != "latency" and not training),
         )  # fmt: skip
+
+
+def _copied_at_once(chain: Chain) -> Chain:
+    none = np.zeros_like(chain.link_seconds)
+    return replace(chain, link_seconds=none, link_bytes_per_second=none + np.inf)
 
 
 def _of_microbatches(profile: Profile, part: Profile, cluster: Cluster, m: int) -> Chain:
