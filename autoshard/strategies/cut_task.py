@@ -15,7 +15,7 @@ from autoshard.plan.sharding import Cut, even_shares
 from autoshard.profile.profile import Profile
 
 NEARLY = 0.98
-"""Part of the bytes that can be cut at most, from which on groups that send less are taken."""
+"""Part of the bytes that can be cut at most: sets of groups that cut so much count as equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +72,15 @@ class CutTask:
     banned: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def most(self, degree: int) -> tuple[AxisGroup, ...]:
-        """Groups that can be cut together: those that save most for what they send, if that is nearly all that can be.
+        """Groups that can be cut together: of sets that save nearly as much as any, the one that sends least.
 
-        Else the largest of those that exclude one another.
+        Those that are looked at begin with the groups that save most, and with those that save most for what they send.
         """
         able = [one for one in self.groups if allows(one, degree, self.even) and (one.index, degree) not in self.banned]
-        cheap, large = (self._together(sorted(able, key=order)) for order in (_per_sent, lambda one: -one.nbytes))
-        return cheap if cut_bytes(cheap) >= NEARLY * cut_bytes(large) else large
+        orders = (lambda one: -one.nbytes), (lambda one: -one.nbytes / (1 + _sent(one)))
+        sets = [self._together(sorted(able, key=order)) for order in orders]
+        least = NEARLY * max(map(_cut_bytes, sets))
+        return min((some for some in sets if _cut_bytes(some) >= least), key=_sent_bytes)
 
     def _together(self, groups: Sequence[AxisGroup]) -> tuple[AxisGroup, ...]:
         """The first of some groups, and those that go with them; of single modules only what is left."""
@@ -106,12 +108,16 @@ class CutTask:
         )  # fmt: skip
 
 
-def _per_sent(group: AxisGroup) -> float:
-    return -group.nbytes / (1 + 2 * group.reduced_bytes + group.gathered_bytes + group.added_bytes)
+def _sent(group: AxisGroup) -> int:
+    """Bytes that ranks send in one forward of one block: all-reduces send twice."""
+    return 2 * group.reduced_bytes + group.gathered_bytes + group.added_bytes
 
 
-def cut_bytes(groups: Sequence[AxisGroup]) -> int:
-    """Bytes of all parameters that some groups cut."""
+def _sent_bytes(groups: Sequence[AxisGroup]) -> int:
+    return sum(_sent(group) * len(group.blocks) for group in groups)
+
+
+def _cut_bytes(groups: Sequence[AxisGroup]) -> int:
     return sum(group.nbytes * len(group.blocks) for group in groups)
 
 
