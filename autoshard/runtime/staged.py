@@ -157,7 +157,7 @@ def remove_stages(model: nn.Module) -> nn.Module:
 
 def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch.Tensor:
     """The value of a parameter or buffer on its owner's position; all ranks call it."""
-    have = record.has(name)
+    have = record.has(name) and not value.is_meta
     own = whole_of(value.detach()) if have else torch.empty(value.shape, dtype=value.dtype, device=record.device)
     sent = own.contiguous()
     record.across.broadcast(sent, record.owner(name))

@@ -22,6 +22,7 @@ from autoshard.search.limits import parse_mesh
 from tests.models import by_name
 from tests.ranks import run_jobs, run_ranks
 from tests.runtime.test_launched import (
+    WORDS,
     completed,
     decoder,
     devices_of,
@@ -33,6 +34,7 @@ from tests.runtime.test_launched import (
     wholes,
 )
 from tests.runtime.test_results import ask_for_maps, plan_of_maps
+from tests.search.models import Decoder
 from tests.torch_releases import SHARDS_REPLICAS, sharded_replicas
 
 ROWS = 8
@@ -43,8 +45,25 @@ def square(output, target):
     return next(one for _, one in tensors_in(output) if one.is_floating_point()).float().sub(0.1).pow(2).mean()
 
 
+class Tied(Decoder):
+    """The model itself multiplies with the table of the first stage, in the last one."""
+
+    def __init__(self):
+        super().__init__(32, 3, 4, WORDS)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.nn.functional.linear(self.norm(x), self.head.weight)
+
+
 def build(name):
     """A model, ROWS samples, and a loss function where it has no loss of its own."""
+    if name == "tied":
+        torch.manual_seed(0)
+        return Tied(), {"ids": samples()}, square
     if name == "decoder":
         return decoder(), {"ids": samples(), "labels": samples()}, None
     case = by_name(name)
@@ -144,6 +163,7 @@ CASES = {
     "cut mixtral": ("mixtral", "pp=2,tp=2", {}),
     "cut bloom": ("bloom", "pp=2,tp=2", {"assume_independent_rows": True}),  # calls an autograd function of its own
     "cut gemma2": ("gemma2", "pp=2,tp=2", {}),
+    "cut and tied": ("tied", "pp=2,tp=2", {}),
 }
 QUICK = ("stages", "sharded stages", "cut stages")
 
