@@ -23,7 +23,7 @@ from autoshard.runtime.around import take_off
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.groups import cut_groups, data_groups, shard_groups
+from autoshard.runtime.groups import Made, cut_groups, data_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
@@ -49,6 +49,7 @@ class ReplicaRecord:
         ranks: all processes of the plan; `replicas`: those that are given different rows.
         device: where this process computes; `originals`: name -> device it was on before.
         replaced: parameters that were replaced by sharded ones; `handles`: undo the hooks.
+        made: groups that were made for this model.
     """
 
     plan: Plan
@@ -58,6 +59,7 @@ class ReplicaRecord:
     originals: dict[str, torch.device]
     replaced: list[Replaced] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    made: Made = field(default_factory=Made)
 
     def __deepcopy__(self, memo: dict) -> "ReplicaRecord":
         return self  # a copy of the model runs on the same processes
@@ -117,6 +119,7 @@ def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
     """Make a model what it was, where ranks could not all become replicas."""
     if cut_record(model) is not None:
         remove_cuts(model)
+        end_groups(record.made)
         return
     tensors = named_tensors(model)
     move_tensors(tensors, {name: record.originals[name] for name in tensors})
@@ -126,7 +129,7 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None)
     """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
     mesh, ranks = record.plan.mesh, record.ranks
     assert mesh is not None
-    among = cut_groups(mesh, ranks)
+    among = cut_groups(mesh, ranks, record.made)
     random = random_states(record.device)
     try:
         with together(ranks):
@@ -137,6 +140,7 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None)
     except BaseException:
         if cut_record(model) is not None:
             remove_cuts(model)
+        end_groups(record.made)
         raise
 
 
@@ -144,10 +148,10 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     """Shard the parameters of this replica; all ranks call it, and put them back if one of them fails."""
     mesh = record.plan.mesh
     assert mesh is not None
-    sharing = Sharing(record.ranks, *shard_groups(mesh, record.ranks))
+    sharing = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made))
     record.replicas = sharing.replicas or sharing.shared
     if mesh.ep > 1:
-        experts = Sharing(record.ranks, *data_groups(mesh, record.ranks, experts=True))
+        experts = Sharing(record.ranks, *data_groups(mesh, record.ranks, record.made, experts=True))
         sharing = replace(sharing, experts=experts)
     known = frozenset(name for name, _ in model.named_parameters())
     try:
@@ -162,6 +166,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         take_off(model)
         for handle in record.handles:
             handle.remove()
+        end_groups(record.made)
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
@@ -215,6 +220,7 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         _give_gradients(model, record)
     if record.plan.cuts:
         remove_cuts(model)
+    end_groups(record.made)
     if not record.plan.cuts:
         tensors = named_tensors(model)
         move_tensors(tensors, {name: record.originals.get(name, tensor.device) for name, tensor in tensors.items()})

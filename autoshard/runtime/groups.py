@@ -1,9 +1,9 @@
-"""Process groups along a mesh. Each is made once, and is there until torch.distributed ends: copies of a model use it,
-and so does the next plan; DTensor remembers a mesh that looks like another one.
-"""
+"""Process groups that autoshard makes along a mesh, and ends when the plan is removed."""
 
+import gc
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
@@ -12,54 +12,66 @@ from autoshard import torch_private
 from autoshard.plan import Mesh
 from autoshard.runtime.collectives import ProcessRanks, lost
 
-_known: "weakref.WeakKeyDictionary[Any, dict[Any, ProcessRanks]]" = weakref.WeakKeyDictionary()
-"""Of each default group: (lists of ranks, backend) -> the group among these lists that this process is in."""
+
+@dataclass(slots=True, eq=False)
+class Made:
+    """Groups that were made for one applied model and its copies, in the order in which they were made.
+
+    `users`: what stands for each of these models, and is gone with it.
+    """
+
+    groups: list[ProcessRanks] = field(default_factory=list)
+    users: "weakref.WeakSet[Any]" = field(default_factory=weakref.WeakSet)
 
 
-def group_of(lists: Sequence[Sequence[int]], ranks: ProcessRanks, backend: str | None = None) -> ProcessRanks:
+def group_of(
+    lists: Sequence[Sequence[int]], ranks: ProcessRanks, made: Made, backend: str | None = None
+) -> ProcessRanks:
     """Make a group of each list of ranks and return the one that this process is in; all ranks call it.
 
     Raises `RankError` if a rank is gone.
     """
-    known, key = _known.setdefault(dist.group.WORLD, {}), (tuple(map(tuple, lists)), backend)
-    if key not in known:
-        store = torch_private.default_store()
-        timeout = None if store is None else store.timeout  # that of `init_process_group`, which groups do not inherit
-        for members in key[0]:
-            try:
-                group = dist.new_group(list(members), timeout=timeout, backend=backend)
-            except RuntimeError as error:  # it meets the others in the store
-                raise lost(ranks, error) from error
-            if ranks.rank in members:
-                known[key] = ProcessRanks.of(group)
-    return known[key]
+    store = torch_private.default_store()
+    timeout = None if store is None else store.timeout  # that of `init_process_group`, which groups do not inherit
+    own: Any = None
+    for members in lists:
+        try:
+            group = dist.new_group(list(members), timeout=timeout, backend=backend)
+        except RuntimeError as error:  # it meets the others in the store
+            raise lost(ranks, error) from error
+        if ranks.rank in members:
+            own = ProcessRanks.of(group)
+    made.groups.append(own)
+    return own
 
 
-def cut_groups(mesh: Mesh, ranks: ProcessRanks) -> ProcessRanks:
+def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> ProcessRanks:
     """The ranks that share a replica, or the experts of several, with this process; all ranks call it."""
     degree = mesh.tensor * mesh.cp * mesh.ep
-    return group_of([range(first, first + degree) for first in range(0, mesh.size, degree)], ranks)
+    return group_of([range(first, first + degree) for first in range(0, mesh.size, degree)], ranks, made)
 
 
-def shard_groups(mesh: Mesh, ranks: ProcessRanks) -> tuple[ProcessRanks, ProcessRanks | None]:
+def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
     """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several."""
     if mesh.fsdp == mesh.size:
         return ranks, None
     if mesh.cp > 1:
-        return data_groups(mesh, ranks)
+        return data_groups(mesh, ranks, made)
     replicas = [
         [[mesh.rank(data=d * mesh.fsdp + f, pipeline=p, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
         for p in range(mesh.pipeline)
         for t in range(mesh.tensor)
     ]
-    shared = group_of([members for same_part in replicas for members in same_part], ranks)
+    shared = _lasting([tuple(members) for same_part in replicas for members in same_part], ranks)
     if mesh.dp == 1:
         return shared, None
     alike = [members for same_part in replicas for members in zip(*same_part, strict=True)]
-    return shared, group_of(alike, ranks)
+    return shared, group_of(alike, ranks, made)
 
 
-def data_groups(mesh: Mesh, ranks: ProcessRanks, experts: bool = False) -> tuple[ProcessRanks, ProcessRanks | None]:
+def data_groups(
+    mesh: Mesh, ranks: ProcessRanks, made: Made, experts: bool = False
+) -> tuple[ProcessRanks, ProcessRanks | None]:
     """As `shard_groups`, where samples are divided along their tokens, or for the experts of a rank.
 
     Parameters are sharded over parts of a sequence, too; experts over those ranks of a replica that have the same.
@@ -67,15 +79,41 @@ def data_groups(mesh: Mesh, ranks: ProcessRanks, experts: bool = False) -> tuple
     step = mesh.ep if experts else 1
     width = max(mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1, step)
     shared = [range(first + own, first + width, step) for first in range(0, mesh.size, width) for own in range(step)]
-    among = group_of(shared, ranks)
+    among = _lasting([tuple(members) for members in shared], ranks)
     if width == mesh.size:
         return among, None
     alike = [list(members) for own in range(step) for members in zip(*shared[own::step], strict=True)]
-    return among, group_of(alike, ranks)
+    return among, group_of(alike, ranks, made)
 
 
-def control_group(lists: Sequence[Sequence[int]], ranks: ProcessRanks, usual: ProcessRanks) -> ProcessRanks:
+def _lasting(lists: list[tuple[int, ...]], ranks: ProcessRanks) -> ProcessRanks:
+    """The group of this process among such lists, made once: DTensor remembers a mesh that looks like another one."""
+    known = _made.setdefault(dist.group.WORLD, {})
+    if tuple(lists) not in known:
+        known[tuple(lists)] = group_of(lists, ranks, Made())
+    return known[tuple(lists)]
+
+
+_made: "weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], ProcessRanks]]" = weakref.WeakKeyDictionary()
+
+
+def control_group(lists: Sequence[Sequence[int]], ranks: ProcessRanks, usual: ProcessRanks, made: Made) -> ProcessRanks:
     """Return a group for tensors on the CPU: the usual one where it has them; all ranks call it."""
     if dist.get_backend(usual.group) == "gloo":
         return usual
-    return group_of(lists, ranks, backend="gloo")
+    return group_of(lists, ranks, made, backend="gloo")
+
+
+def end_groups(made: Made, user: Any = None) -> None:
+    """Destroy groups and their connections, unless a copy of the model uses them; all of their ranks call it.
+
+    `user`: of these groups, which needs them no more. Nothing of them may be under way.
+    """
+    if user is not None:
+        made.users.discard(user)
+    if made.users:
+        gc.collect()  # a copy that is gone but for a cycle
+    while made.groups and not made.users:
+        group = made.groups.pop().known()
+        if group is not None and dist.is_initialized():
+            dist.destroy_process_group(group)

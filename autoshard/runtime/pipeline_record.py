@@ -17,6 +17,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.groups import Made
 from autoshard.runtime.sharded import Replaced, Used
 
 
@@ -27,7 +28,7 @@ class PipelineRecord:
     Attributes:
         ranks: all processes of the plan; `across`: those of this replica and tensor rank, by pipeline position;
             `replicas`: those that have the same part of the model, None without replicas; `control`: as `across`, for
-            tensors on the CPU.
+            tensors on the CPU; `made`: groups that were made for this model.
         replica, position, tensor_rank: of this process (`Mesh.place`).
         stages: numbers of the stages that this process runs, ascending.
         holders: name of every parameter and buffer, tied ones under each name -> positions that have it, the owner
@@ -44,6 +45,7 @@ class PipelineRecord:
     across: ProcessRanks
     replicas: ProcessRanks | None = None
     control: ProcessRanks | None = None
+    made: Made = field(default_factory=Made)
     replica: int
     position: int
     tensor_rank: int
@@ -75,6 +77,7 @@ class StagesHook:
     def __init__(self, record: PipelineRecord) -> None:
         self.record = record
         self.handles: list[Any] = []
+        record.made.users.add(self)
 
     def __deepcopy__(self, memo: dict) -> "StagesHook":
         made = StagesHook(self.record)

@@ -24,7 +24,7 @@ from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
-from autoshard.runtime.groups import control_group, group_of, shard_groups
+from autoshard.runtime.groups import control_group, end_groups, group_of, shard_groups
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import SMALL_BUFFER, Undo, move_tensors, named_tensors, on_meta, set_data, tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, mark_of_stages
@@ -53,7 +53,7 @@ def apply_stages(
     tensor_ranks = _make_groups(plan.mesh, ranks, record)
     sharing = None
     if shards_stages(plan):
-        sharing = Sharing(record.replicas or ranks, *shard_groups(plan.mesh, ranks))
+        sharing = Sharing(record.replicas or ranks, *shard_groups(plan.mesh, ranks, record.made))
         if record.replicas is None:
             sharing = replace(sharing, ranks=sharing.shared)
     if plan.mesh.data > 1:  # replicas draw random numbers of their own
@@ -82,6 +82,7 @@ def apply_stages(
             remove_cuts(model)
         if undo is not None:
             undo()
+        end_groups(record.made, marked)
         raise
     forget_whole(record.replaced)
     return model
@@ -152,6 +153,7 @@ def remove_stages(model: nn.Module) -> nn.Module:
     for names in tied_groups(tensors):
         _bring_back([tensors[name] for name in names], record, names[0])
     _unhook(model, marked)
+    end_groups(record.made, marked)
     return model
 
 
@@ -261,16 +263,16 @@ def _mark(model: nn.Module, plan: Plan, device: torch.device) -> RankState:
 def _make_groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> ProcessRanks | None:
     """Make the groups along the mesh, and return the ranks that share this stage if several do; all ranks call it."""
     if mesh.size == mesh.pipeline:
-        record.control = control_group([list(range(mesh.size))], ranks, record.across)
+        record.control = control_group([list(range(mesh.size))], ranks, record.across, record.made)
         return None
     data, pipeline, tensor = range(mesh.data), range(mesh.pipeline), range(mesh.tensor)
     across = [[mesh.rank(data=d, pipeline=p, tensor=t) for p in pipeline] for d in data for t in tensor]
     replicas = [[mesh.rank(data=d, pipeline=p, tensor=t) for d in data] for p in pipeline for t in tensor]
     sharing = [[mesh.rank(data=d, pipeline=p, tensor=t) for t in tensor] for d in data for p in pipeline]
-    record.across = group_of(across, ranks)
-    record.replicas = group_of(replicas, ranks) if mesh.data > 1 else None
-    record.control = control_group(across, ranks, record.across)
-    return group_of(sharing, ranks) if mesh.tensor > 1 else None
+    record.across = group_of(across, ranks, record.made)
+    record.replicas = group_of(replicas, ranks, record.made) if mesh.data > 1 else None
+    record.control = control_group(across, ranks, record.across, record.made)
+    return group_of(sharing, ranks, record.made) if mesh.tensor > 1 else None
 
 
 def own_cuts(record: PipelineRecord) -> tuple[Cut, ...]:

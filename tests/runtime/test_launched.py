@@ -21,6 +21,7 @@ from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.sharded import whole_of
 from autoshard.search import asked
 from tests.hooks import is_hooked
@@ -147,7 +148,9 @@ def trained(make, plan, ids, sharing=1, watched=None):
     assert {one.dtype for one in gradients.values()} == stored
     means = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(means)
+    record = replica_record(model)
     autoshard.remove(model)
+    assert record is None or not record.made.groups  # they end with the model
     assert {one.dtype for one in model.parameters()} == dtypes
     assert all(torch.equal(one, values[name].to(one.dtype)) for name, one in model.named_parameters())
     assert not is_hooked(model, other_than=module)

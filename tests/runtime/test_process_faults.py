@@ -14,6 +14,7 @@ from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.runtime import sharded as sharded_replicas
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.dispatch import own_name
+from autoshard.runtime.pipeline_record import pipeline_record
 from tests import torch_releases
 from tests.hooks import is_hooked
 from tests.ranks import run_jobs, run_ranks
@@ -45,7 +46,9 @@ def stages():
     with torch.no_grad():
         expected = model.eval()(**given)["x"]
     assert rank == 0 or torch.allclose(expected, found["x"], atol=1e-6)
+    group = pipeline_record(twin)
     autoshard.remove(twin)
+    assert not group.made.groups
 
 
 class Either(nn.Module):
