@@ -83,11 +83,13 @@ class Entries:
 
     Attributes:
         sized: values as large as masks say, and what was made of them.
+        puts: (op, selection) of what puts entries back that a mask chose.
     """
 
     def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self.sized: set[int] = set()
+        self.puts: list[tuple[int, Selection]] = []
         self._places: dict[int, EntryPlaces] = {}
         self._rows: dict[int, Selection] = {}  # nonzero: the places of each entry, one after the other
         self._inverse: dict[int, Selection] = {}
@@ -381,6 +383,8 @@ class Entries:
             return None
         if not any(covers(place.axis, self.walk.batch) for place in places.values()) or not self._is_of(x, places):
             return None
+        if selection.mask >= 0:
+            self.puts.append((op.index, selection))
         self.forget(op)
         if op.outputs[0] != x:
             self.walk.walk.axes[op.outputs[0]] = self.walk.axes(x)

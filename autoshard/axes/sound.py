@@ -1,6 +1,7 @@
 """What keeps samples apart though the rules of ops alone do not see it. Each entry has its argument where it stands.
 
 entries         tokens sorted by expert, or elements that a mask chooses, are worked on one by one, and put back
+hits            loops over what any element of a mask chooses, experts say
 bags            bags of words that are rows of as many words each
 batch_merges    sums and means over samples, which are put together of those of parts
 switches        both branches of a question whether any row is masked give a row without padding the same
@@ -9,6 +10,7 @@ switches        both branches of a question whether any row is masked give a row
 from autoshard.axes.bags import bags
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import Entries
+from autoshard.axes.hits import Hits
 from autoshard.capture.graph import Op
 
 
@@ -18,7 +20,8 @@ class Sound:
     def __init__(self, walk: BatchAxes) -> None:
         self.walk = walk
         self.entries = Entries(walk)
+        self.hits = Hits(walk)
 
     def results(self, op: Op) -> list[State] | None:
         """The states of the results of an op by an entry, with their axes; None if none of them is about it."""
-        return self.entries.results(op) or bags(self.walk, op)
+        return self.hits.results(op) or self.entries.results(op) or bags(self.walk, op)

@@ -8,13 +8,14 @@ of them, knowing of the mask what the first branch knows: then `causal & mask` i
 the two still compute something else, the division is refused. No number of the model is asked.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 
 from autoshard.axes.given import arguments_of, computed, literals, origin, plain
+from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.call_log import Reading, Ref
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -70,10 +71,18 @@ class Numbering:
         self._keys: dict[int, Any] = {}
         self._content: dict[int, torch.Tensor] = {}
         self._structure: dict[tuple[ModelGraph, int], Any] = {}
+        self._by_shape = True
 
-    def of(self, graph: ModelGraph, facts: Mapping[Any, bool | int]) -> dict[int, int]:
-        """Number the values of a graph, knowing that some are true, or false, everywhere."""
+    def of(
+        self, graph: ModelGraph, facts: Mapping[Any, bool | int], hits: Mapping[int, Hit] | None = None,
+        without: Collection[int] = (),
+    ) -> dict[int, int]:  # fmt: skip
+        """Number the values of a graph, knowing that some are true, or false, everywhere.
+
+        `hits`: values that are one number of what a mask chooses; `without`: ops that are left out.
+        """
         made: dict[int, int] = {}
+        self._by_shape = hits is None  # how many entries there are depends on the run
         names = {tensor.value: tensor.name for tensor in reversed(graph.tensors)}
         for place, value in enumerate(graph.inputs):
             made[value] = self._known(("input", place), graph, value, facts)
@@ -91,9 +100,14 @@ class Numbering:
 
         draws = 0
         for op in graph.ops:
+            if op.index in without:
+                continue
             given = [number(value) for value in op.inputs]
             draws += _draws(op)
             self._op(graph, op, given, made, facts, draws)
+            for value in op.outputs:
+                if hits and value in hits:
+                    made[value] = self._number(("hit", number(hits[value].mask), hits[value].number))
         return made
 
     def fact_of(self, graph: ModelGraph, value: int, numbers: Mapping[int, int], truth: bool) -> list[Fact]:
@@ -230,7 +244,7 @@ class Numbering:
                 table = tables[other]
                 if table is not None and not table.any():
                     return self._as_wide(graph, op, given, one)
-        if name in ("expand", "broadcast_to") and not like[0]:
+        if name in ("expand", "broadcast_to") and not like[0] and self._by_shape:
             return "spread", given[0], shape
         if name == "mul" and len(given) == 2:
             for one, other in ((0, 1), (1, 0)):
@@ -285,7 +299,9 @@ class Numbering:
     def _viewed(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """The same elements in another shape, however often it was changed; in their first one they are themselves."""
         assert op.node is not None
-        if any(isinstance(item, torch.dtype) for item in op.node.args[1:]):  # bits as another type
+        if not self._by_shape or any(
+            isinstance(item, torch.dtype) for item in op.node.args[1:]
+        ):  # bits as another type
             return None
         before: Any = self._keys[given][0]
         known = isinstance(before, tuple) and before[0] == "viewed"

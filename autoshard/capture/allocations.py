@@ -122,6 +122,12 @@ class AllocationLog:
     def mark_differentiable(self, value: int) -> None:
         self._values[value][6] = True
 
+    def noted(self, name: str, what: Any) -> None:
+        """Note something about the op that was recorded last."""
+        node = self.ops[-1].node
+        assert node is not None
+        node.meta[name] = what
+
     def drop_last_op(self, tensor: torch.Tensor) -> Op:
         """Take back the op just recorded, which made `tensor`: for copies that only the recording itself caused."""
         op = self.ops.pop()

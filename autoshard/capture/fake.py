@@ -12,7 +12,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,6 +48,7 @@ _LIKE_ANOTHER: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 }
 """Composite ops that read no values of their second argument; only composite graphs have them."""
 _LIKE_BY_ID = {id(op): like for op, like in _LIKE_ANOTHER.items()}  # ops hash slowly, and they are asked for every op
+Ranks = Literal["all", "first", "last", "all but one"]
 
 FINITE = "floats were assumed to be finite"
 EVEN_ORDER = "an order that depends on unknown values was taken to be even"
@@ -95,13 +96,16 @@ class FakeFloats:
     """The engine of the levels "fake" and "invented". `assume` is told what was answered without knowing.
 
     `left_out`: ops on known values that were too large to be run.
+
+    `ranks`: which places are dealt out where an order is not known.
     """
 
     def __init__(
         self, assume: Callable[[str], None], *, invent: bool = False, answer_argmax: bool = False,
-        small_floats: int = SMALL_FLOATS,
+        small_floats: int = SMALL_FLOATS, ranks: Ranks = "all",
     ) -> None:  # fmt: skip
         self.shapes = Shapes()
+        self.ranks = ranks
         self.left_out = 0
         self.small_floats = small_floats
         self.assume = assume
@@ -228,6 +232,9 @@ def _argmax(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     return engine.real_filled(engine.shapes.run(func, args, kwargs), 1)
 
 
+_LARGEST = (aten.argmax.default, aten.max.dim, aten.min.dim)
+
+
 def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Invented level: top k, sort and their like. Places are dealt out in turn, so that experts get equal shares.
 
@@ -243,7 +250,10 @@ def _ranked(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) 
     position = 2 if func is aten.topk.default else 1
     dimension = args[position] if len(args) > position and args[position] is not None else -1
     many = max(1, args[0].shape[dimension])
-    dealt = torch.arange(places.numel()).remainder(many).reshape(places.shape)
+    least = places.shape[dimension] if func is aten.topk.default else 1 if func in _LARGEST else many
+    count = {"all": many, "first": least, "last": least, "all but one": max(least, many - 1)}[engine.ranks]
+    dealt = torch.arange(places.numel()).remainder(count).reshape(places.shape)
+    dealt = dealt + (many - count) if engine.ranks == "last" else dealt
     real = torch.empty_strided(places.shape, places.stride(), dtype=places.dtype).copy_(dealt)
     return real if isinstance(out, torch.Tensor) else (out[0], real)
 

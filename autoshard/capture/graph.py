@@ -27,6 +27,8 @@ StorageKind = Literal["parameter", "buffer", "input", "constant", "activation"]
 Level = Literal["fake", "real", "invented"]
 HOST = -1
 """`Op.device_source` of a factory called without a device: its result is a plain CPU tensor wherever the module is."""
+FOUND = "found"
+"""In the `meta` of a node, the places that were found to be other than zero, where they are known."""
 UNKNOWN = -2
 """`Op.device_source` of a factory whose device did not come from a tensor, and of ops that have tensor inputs."""
 

@@ -20,7 +20,7 @@ from autoshard.capture.calls import Calls
 from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS, ValueEngine
 from autoshard.capture.flops import formulas
-from autoshard.capture.graph import UNKNOWN, Function, Op
+from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
 from autoshard.capture.sequences import Sequences
 from autoshard.capture.traits import Traits, swap_tensors, tensors_of, traits_of, written_by
 from autoshard.capture.user_code import calling_code
@@ -40,6 +40,7 @@ from autoshard.torch_private import (
 
 _DEVICE = torch.ops.prim.device.default
 _DETACH = torch.ops.aten.detach.default
+_NONZERO = torch.ops.aten.nonzero.default
 _CPU = torch.device("cpu")
 TOLD_OPS = 64
 """Progress is told once in so many ops."""
@@ -142,6 +143,8 @@ class Recorder(DispatchMode):
             self._record(op, inputs, values, out, args, kwargs)
             if self.call_log is not None:
                 self.call_log.op()
+                if func is _NONZERO and not self.engine.unknown(out):
+                    self.log.noted(FOUND, out.clone())
         elif self.call_log is not None and traits.reads_value:
             self.call_log.read(args, func, out)
         return out

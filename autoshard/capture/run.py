@@ -19,7 +19,7 @@ from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
-from autoshard.capture.fake import SMALL_FLOATS, ValueEngine, silenced
+from autoshard.capture.fake import SMALL_FLOATS, Ranks, ValueEngine, silenced
 from autoshard.capture.graph import Level, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import placeholders, put_placeholders
@@ -59,6 +59,7 @@ class Run:
     observer: Observer | None = None
     call_log: CallLog | None = None
     small_floats: int = SMALL_FLOATS
+    ranks: Ranks = "all"
     at_end: Callable[[Find], None] | None = None
 
 

@@ -15,6 +15,7 @@ from autoshard.axes.axis import Factor, describe
 from autoshard.axes.batch_merges import counted_labels
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
+from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.rules import rule_of
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
@@ -97,6 +98,35 @@ class SampleRun:
         self.walk = BatchWalk(self.graph, self.other, starts(self.paths, self.graph, batch, leaf), leaf, (ROWS, rows))
         self.switches: dict[int, bool] = {}
         self._follow()
+        if self.walk.sound.hits.found:
+            self._check_hits()
+
+    def _check_hits(self) -> None:
+        """Refuse loops over chosen experts which do more than the work of those that are chosen."""
+        sound, numbering = self.walk.sound, Numbering()
+        order = sorted(sound.hits.found)
+        every = {op: set(numbers_found(self.graph, op)) for op in order}
+        tied = [(op, hit) for op, entries in sound.entries.puts if (hit := sound.hits.tied(entries.mask)) is not None]
+        left = {op: set[int]() for op in order}
+        for ranks in ("first", "last", "all but one"):
+            graph, _ = self._recorded(ROWS, ranks=ranks)
+            lists, named = named_hits(graph)
+            ops = sorted(set(lists.values()))
+            refused = self.refuse(self.graph.ops[order[0]], "does something else where other experts are chosen")
+            if len(ops) != len(order):
+                raise refused
+            gone = {op: every[op] - set(numbers_found(graph, its)) for op, its in zip(order, ops, strict=True)}
+            without = {op for op, hit in tied if hit.number in gone[hit.op]}
+            mine = numbering.of(self.graph, {}, named_hits(self.graph)[1], without)
+            its = numbering.of(graph, {}, named)
+            if [mine[value] for value in self.graph.outputs] != [its[value] for value in graph.outputs]:
+                raise refused
+            for op in order:
+                left[op] |= gone[op]
+        if left != every:
+            raise self.refuse(
+                self.graph.ops[order[0]], "calls experts of which each token needs too many to try others"
+            )
 
     def _larger(self) -> tuple[ModelGraph, CallLog, int]:
         """The same with many rows, where that is known as well, else with one row more; and how many."""
@@ -193,7 +223,7 @@ class SampleRun:
             if (made := walk.sound.entries.made_by(value)) >= 0:
                 raise self.refuse(graph.ops[made], "mixes its rows: it gives them in an order that all of them decide")
         asked = {value for value, _ in graph.measured}
-        for value in sorted(asked & walk.sound.entries.sized):
+        for value in sorted(asked & {*walk.sound.entries.sized, *walk.sound.hits.lists}):
             what = "mixes its rows: Python asks for the size of a tensor that depends on values of all of them"
             raise self.refuse(graph.ops[graph.values[value].op], what)
         if walk.sized:
@@ -227,7 +257,7 @@ class SampleRun:
                 raise self.refuse(op, "decides what to do by values of all rows")
             return
         for value in read_values(reading):
-            if self.walk.state(value) == "shared":
+            if self.walk.state(value) == "shared" or self.walk.sound.hits.tells(value):
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):

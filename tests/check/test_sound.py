@@ -203,19 +203,59 @@ def test_experts_that_look_at_other_tokens(by):
 # ---- loops over what any token chose
 
 
-def _loop(self, x, scale=lambda turn: 1):
-    """Only experts that any token chose are called: which ones, and after how many others, all rows decide."""
-    flat = self.linear(x).view(-1, WIDTH)
-    weights, chosen = self.router(flat).softmax(-1).topk(CHOSEN, -1)
-    out, mask = torch.zeros_like(flat), F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
-    for turn, (k,) in enumerate((mask.sum((1, 2)) > 0).nonzero()):
-        place, token = torch.where(mask[k])
-        out.index_add_(0, token, flat[token] @ self.weights[k] * weights[token, place, None] * scale(turn))
-    return out.view_as(x)
+def loop(
+    middle=lambda self, e, k, turn: e, each=lambda self, out, k, turn: out, after=lambda self, out, k, turns: out,
+    hits=lambda mask: (mask.sum((1, 2)) > 0).nonzero(), part=lambda mask, k: mask[k],
+    weight=lambda self, k, turn: self.weights[k],
+):  # fmt: skip
+    """Only experts that any token chose are called."""
+
+    def by(self, x):
+        flat = self.linear(x).view(-1, WIDTH)
+        weights, chosen = self.router(flat).softmax(-1).topk(CHOSEN, -1)
+        out, turn, k = torch.zeros_like(flat), 0, None
+        mask = F.one_hot(chosen, EXPERTS).permute(2, 1, 0)
+        for hit in hits(mask):
+            k = hit[0] if isinstance(hit, torch.Tensor) else hit
+            place, token = torch.where(part(mask, k))
+            e = middle(self, flat[token] @ weight(self, k, turn) * weights[token, place, None], k, turn)
+            out.index_add_(0, token, e)
+            out = each(self, out, k, turn)
+            turn += 1
+        return after(self, out, k, turn).view_as(x)
+
+    return by
 
 
-@pytest.mark.parametrize("by", [_loop, lambda self, x: _loop(self, x, lambda turn: 1 + turn)])
-def test_loops_over_what_any_token_chose(by):
+def test_experts_that_no_token_chose_are_left_out():
+    assert ways(Model(loop()), rows()) == {"": "cat"}
+    assert ways(Model(loop(lambda self, e, k, turn: e * (1 + float(k)))), rows()) == {"": "cat"}
+    assert ways(Model(loop(hits=lambda mask: (mask.sum((1, 2)) > 0).nonzero().flatten().tolist())), rows())
+    by_module = loop(weight=lambda self, k, turn: self.experts[k].weight)
+    assert ways(Model(by_module), rows()) == {"": "cat"}
+
+
+@pytest.mark.parametrize(
+    "by",
+    [
+        loop(lambda self, e, k, turn: e - self.gate * e.mean(0)),
+        loop(lambda self, e, k, turn: e * (1 + turn)),
+        loop(weight=lambda self, k, turn: self.weights[turn]),
+        loop(each=lambda self, out, k, turn: out * 0.9),
+        loop(each=lambda self, out, k, turn: out.add_(0.1)),
+        loop(each=lambda self, out, k, turn: out + self.gate * self.weights[k].mean()),
+        loop(after=lambda self, out, k, turns: out / turns),
+        loop(after=lambda self, out, k, turns: out / max(turns, 3)),
+        loop(after=lambda self, out, k, turns: out + self.gate * (out @ self.weights[k])),
+        loop(after=lambda self, out, k, turns: out * (1 + int(k))),
+        loop(hits=lambda mask: (mask.sum((1, 2)) > 9).nonzero()),
+        loop(hits=lambda mask: ((mask - 1 + 1).sum((1, 2)) > 0).nonzero()),
+        loop(part=lambda mask, k: mask[(k + 1) % EXPERTS]),
+        loop(hits=lambda mask: [hit for at, hit in enumerate((mask.sum((1, 2)) > 0).nonzero()) if at != 1]),
+        loop(after=lambda self, out, k, turns: out * (1 + int(k) // (EXPERTS - 1))),
+    ],
+)
+def test_loops_that_do_more_than_call_their_experts(by):
     assert "can't be divided" in refused(Model(by), rows())
 
 
