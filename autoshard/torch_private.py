@@ -231,6 +231,14 @@ def is_composite(op: Any) -> bool:
     return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
 
 
+CHECKS = frozenset(
+    inspect.unwrap(function).__code__
+    for function in (torch._assert, getattr(torch, "_check_tensor_all_with", None))
+    if function is not None
+)
+"""Functions of torch that ask whether all of a tensor is true, and raise an error if it is not."""
+
+
 def looks_for_overrides(module: torch.nn.Module) -> bool:
     """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
     code = getattr(inspect.unwrap(inspect.getattr_static(type(module), "forward")), "__code__", None)

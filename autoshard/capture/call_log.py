@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard import nested
 from autoshard.capture.decode import opaque_tensors
+from autoshard.capture.guards import Guard, asking
 from autoshard.capture.record import Recorder
 from autoshard.errors import CaptureError
 from autoshard.torch_private import autograd_functions, no_modes
@@ -76,7 +77,8 @@ class LoggedCall:
 class Reading:
     """Python took something out of tensors: `function(*args) == result`; op `begin` comes next, in call `row`.
 
-    `assumed`: nothing was known, and this was taken to be so; then `function` is None.
+    `assumed`: nothing was known, and this was taken to be so; then `function` is None. `guard`: an error is all that
+    another answer would have led to.
     """
 
     row: int
@@ -85,6 +87,7 @@ class Reading:
     function: Any = None
     result: Any = None
     assumed: str = ""
+    guard: Guard | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,13 +113,17 @@ class CallLog:
         left_out: ops whose values could have been known, but for their size.
         slices: parts of tensors as the code wrote them.
         hooked: values on whose gradients a hook was hung, and the line that did.
+        failing: a guard that is told what it raises for, to see that nobody catches it.
         most_ops: with more of them the run is stopped by `TooManyOps`.
         histories: code that asks whether a tensor has a history is told so, and hooks on gradients are noted only.
     """
 
-    def __init__(self, grad: bool, most_ops: int | None = None, histories: bool = False) -> None:
+    def __init__(
+        self, grad: bool, failing: Guard | None = None, most_ops: int | None = None, histories: bool = False
+    ) -> None:
         self.grad = grad
         self.histories = histories
+        self.failing = failing
         self.most_ops = most_ops
         self._start()
 
@@ -165,12 +172,18 @@ class CallLog:
         self.op_grad.append(torch.is_grad_enabled())
         self.op_autocast.append(_autocast())
 
-    def read(self, args: tuple, function: Callable[..., Any], result: Any) -> None:
-        """Python took `result` out of the tensors in `args`."""
+    def read(self, args: tuple, function: Callable[..., Any], result: Any) -> Any:
+        """Python took `result` out of the tensors in `args`; returns what it is told."""
         row, begin = self._recorder.calls.current, self._recorder.log.now
         if isinstance(result, numpy.ndarray):
             result = result.copy()
-        self.readings.append(Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result))
+        guard = asking() if isinstance(result, bool) else None
+        if guard is not None and guard == self.failing:
+            return not guard.passes
+        self.readings.append(
+            Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
+        )
+        return result
 
     def hook(self, tensor: torch.Tensor, line: str) -> None:
         """A hook is hung on the gradient of a tensor."""

@@ -21,6 +21,7 @@ from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding
 from autoshard.capture.fake import SMALL_FLOATS, VALUE_ERRORS, FakeFloats, Ranks, RealValues, ValueNeeded
 from autoshard.capture.graph import Level, ModelGraph
+from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import valueless
 from autoshard.capture.observe import Observer
@@ -86,6 +87,7 @@ def record_forward(
     grad: bool,
     real: bool = False,
     small_floats: int = SMALL_FLOATS,
+    failing: Guard | None = None,
     ranks: Ranks = "all",
     most_ops: int | None = None,
     at_end: Callable[[Find], None] | None = None,
@@ -95,11 +97,12 @@ def record_forward(
 
     `grad`: whether it asks for gradients. Where the model decides by values that are not known here, they are invented,
     and the log says where. `real`: what can't be run without values, and has them, is run with them.
-    `small_floats`: most elements of floats made by the code that keep their values. `ranks`: which experts, say, are
-    chosen where values are not known. `most_ops`: with more of them the run is stopped. `at_end`: as of a `Run`;
-    `histories`: as of a `CallLog`. Raises as `capture` does, or `TooManyOps`.
+    `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
+    what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
+    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `CallLog`. Raises as `capture`
+    does, or `TooManyOps`.
     """
-    call_log = CallLog(grad, most_ops, histories)
+    call_log = CallLog(grad, failing, most_ops, histories)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, call_log=call_log,
               small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
     return _climb(run, None, real), call_log
@@ -204,7 +207,8 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
         if level == "real":
             return record_run(run, RealValues(clone), level, decode=decode)
         engine = FakeFloats(assume, invent=level == "invented", answer_argmax=decode == "generate",
-                            small_floats=run.small_floats, ranks=run.ranks)  # fmt: skip
+                            small_floats=run.small_floats, ranks=run.ranks,
+                            pass_guards=call_log is not None)  # fmt: skip
         graph = record_run(run, engine, level, decode=decode)
         if call_log is not None:
             call_log.left_out = engine.left_out

@@ -146,7 +146,7 @@ class Recorder(DispatchMode):
                 if func is _NONZERO and not self.engine.unknown(out):
                     self.log.noted(FOUND, out.clone())
         elif self.call_log is not None and traits.reads_value:
-            self.call_log.read(args, func, out)
+            return self.call_log.read(args, func, out)
         return out
 
     def value_of(self, tensor: torch.Tensor) -> int:

@@ -27,6 +27,16 @@ def place(error: BaseException) -> str:
     return where
 
 
+def is_own(file: str) -> bool:
+    """Whether a file is one of ours."""
+    return file.startswith((_OWN, "<"))
+
+
+def is_of_torch(file: str) -> bool:
+    """Whether a file is one of torch's."""
+    return file.startswith(_TORCH)
+
+
 def calling_line() -> str:
     """file:line of the user's code that is running now."""
     file, line, _ = calling_code()

@@ -15,12 +15,14 @@ from autoshard.axes.axis import Factor, describe
 from autoshard.axes.batch_merges import counted_labels
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
+from autoshard.axes.guarded import asked_of_each
 from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.rules import rule_of
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
 from autoshard.capture.call_log import CallLog, Opaque, Reading, Ref, TooManyOps
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.guards import Guard
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
 from autoshard.check.question import Question
 from autoshard.check.records import (
@@ -97,9 +99,21 @@ class SampleRun:
         leaf = Factor(ROWS, rigid=True)
         self.walk = BatchWalk(self.graph, self.other, starts(self.paths, self.graph, batch, leaf), leaf, (ROWS, rows))
         self.switches: dict[int, bool] = {}
+        self.guards: set[Guard] = set()
         self._follow()
+        for guard in sorted(self.guards, key=lambda guard: guard.place):
+            self._check_raises(guard)
         if self.walk.sound.hits.found:
             self._check_hits()
+
+    def _check_raises(self, guard: Guard) -> None:
+        """Refuse an error that somebody catches, to do something else instead."""
+        try:
+            self._recorded(ROWS, failing=guard)
+        except NotRun:
+            return
+        file, line = guard.place[0] if guard.place else ("torch", 0)
+        raise Mixed(f"an error that {file}:{line} raises for values of single rows is caught. {INDEPENDENT}")
 
     def _check_hits(self) -> None:
         """Refuse loops over chosen experts which do more than the work of those that are chosen."""
@@ -257,7 +271,9 @@ class SampleRun:
                 raise self.refuse(op, "decides what to do by values of all rows")
             return
         for value in read_values(reading):
-            if self.walk.state(value) == "shared" or self.walk.sound.hits.tells(value):
+            if self.walk.state(value) == "shared" or self._is_guarded(reading, value):
+                continue
+            if self.walk.sound.hits.tells(value):
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):
@@ -268,6 +284,24 @@ class SampleRun:
                 raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
             tensor, truth = asked
             self.switches[tensor] = bool(reading.result) == truth  # all are true, or none is
+
+    def _is_guarded(self, reading: Reading, value: int) -> bool:
+        """Whether what is asked of each element only decides whether an error is raised."""
+        asked = None if reading.guard is None else asked_of_each(self.graph, value)
+        if reading.guard is None or asked is None or asked[0] is not bool(reading.result):
+            return False
+        waiting = [value]
+        while waiting:  # no number on the way says how many rows there are
+            one = waiting.pop()
+            op = None if one in asked[1] else maker_of(self.graph, one)
+            if op is not None:
+                waiting += op.inputs
+                if self.walk.resized(op):
+                    return False
+        if len(read_values(reading)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
+            return False
+        self.guards.add(reading.guard)
+        return True
 
     def _is_of_rows(self, value: int) -> bool:
         return self.walk.state(value) != "mixed" and self.walk.sound.entries.made_by(value) < 0

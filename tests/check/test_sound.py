@@ -3,6 +3,8 @@
 Those that break it look like the others, and the numbers that a plan compares would not tell them apart.
 """
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -46,7 +48,7 @@ def rows(count=4):
     return torch.randn(count, 6, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
-# ---- errors for what single rows hold
+# ---- guards
 
 
 def _raises_if_large(self, x):
@@ -64,6 +66,11 @@ def _asserts(self, x):
     return self.linear(x)
 
 
+def test_an_error_for_single_elements_is_a_guard():
+    assert ways(Model(_raises_if_large), rows()) == {"": "cat"}
+    assert ways(Model(_asserts), rows()) == {"": "cat"}
+
+
 def _raises_for_the_mean(self, x):
     if x.mean() > 1e6:
         raise ValueError("too large")
@@ -76,10 +83,22 @@ def _raises_if_all_are_large(self, x):
     return self.linear(x)
 
 
+def _raises_far_from_the_others(self, x):
+    if ((x - x.mean(0)).abs() > 1e6).any():
+        raise ValueError("too far")
+    return self.linear(x)
+
+
 def _halves_if_large(self, x):
     if (x.abs() > 1e6).any():
         x = x / 2
     return self.linear(x)
+
+
+def _keeps_the_answer(self, x):
+    if (large := (x.abs() > 1e6).any().item()) > 1:
+        raise ValueError("never")
+    return self.linear(x) * (1 + large)
 
 
 def _catches(self, x):
@@ -89,18 +108,39 @@ def _catches(self, x):
         return self.linear(x / 2)
 
 
+def _compares_answers(self, x):
+    if not torch.equal((x < 9).all(), (x > -9).all()):
+        raise ValueError("one of them only")
+    return self.linear(x)
+
+
 def _grows_with_the_rows(self, x):
     if x.max() > 100 * len(x):
         raise ValueError("too large for so few")
     return self.linear(x)
 
 
+def _asks_two_things(self, x):
+    if (x > 1e6).any() and (x < -1e6).any():
+        raise ValueError("too large and too small")
+    return self.linear(x)
+
+
+def _suppresses(self, x):
+    made = self.linear(x / 2)
+    with contextlib.suppress(ValueError):
+        made = _raises_if_large(self, x)
+    return made
+
+
 @pytest.mark.parametrize(
     "by",
-    [_raises_if_large, _asserts, _raises_for_the_mean, _raises_if_all_are_large, _halves_if_large, _catches,
-     _grows_with_the_rows],
+    [
+        _raises_for_the_mean, _raises_if_all_are_large, _raises_far_from_the_others, _halves_if_large,
+        _keeps_the_answer, _catches, _suppresses, _compares_answers, _grows_with_the_rows, _asks_two_things,
+    ],
 )  # fmt: skip
-def test_what_values_raise_is_a_decision(by):
+def test_questions_that_are_no_guards(by):
     assert "can't be divided" in refused(Model(by), rows())
 
 
@@ -342,3 +382,41 @@ def test_slices_of_other_dimensions():
     assert ways(Model(lambda self, x: _written(self, x, (slice(None), slice(None, 5000)))), rows()) == {"": "cat"}
     assert ways(Model(lambda self, x: self.linear(x)[:, :5000]), rows()) == {"": "cat"}
     assert ways(Model(lambda self, x: self.linear(x)[: len(x), ..., :3]), rows()) == {"": "cat"}
+
+
+# ---- places that hold the same for every sample
+
+
+def _with_tokens(self, x, token, take):
+    """Frames [2 b, 3, 8] behind a token each; `take` takes some of their vectors for the rows."""
+    frames = self.linear(x).reshape(-1, 3, WIDTH)
+    made = torch.cat([token(self, len(frames)), frames], 1) + self.weights[0, :4]
+    return torch.cat([take(made, len(x)), x], 1)
+
+
+def _one_token(self, count):
+    return self.weights[1, :1].expand(count, 1, WIDTH)
+
+
+def _own_tokens(self, count):
+    return self.weights.view(-1, WIDTH)[:count, None] + torch.zeros(count, 1, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("token", "take", "fine"),
+    [
+        (_one_token, lambda made, count: made[:count, :1], True),
+        (_one_token, lambda made, count: made[:count, 0].unsqueeze(1), True),
+        (_one_token, lambda made, count: made[:count, 1:2], False),
+        (_one_token, lambda made, count: made[:count, :2], False),
+        (_one_token, lambda made, count: made.softmax(1)[:count, :1], False),
+        (_one_token, lambda made, count: made.mul_(made.mean())[:count, :1], False),
+        (_own_tokens, lambda made, count: made[:count, :1], False),
+    ],
+)
+def test_class_tokens_are_those_of_any_row(token, take, fine):
+    model = Model(lambda self, x: _with_tokens(self, x, token, take))
+    if fine:
+        assert ways(model, rows()) == {"": "cat"}
+    else:
+        assert "can't be divided" in refused(model, rows())

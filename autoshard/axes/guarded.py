@@ -1,0 +1,57 @@
+"""Errors that a model raises for what it is given. Sound by argument.
+
+    if (lengths > limit).any(): raise …          no element of any row is above the limit
+    assert x.min() >= -5                          none is below
+
+Argument: the question is whether all elements of a tensor are true, or none is, and every element belongs to one row at
+most. The whole batch passes if and only if every row does, so if and only if every part does: where the model would
+have raised an error, the part with that row raises it. The answer decides nothing else (see `capture.guards`), and
+nobody catches the error: that is tried. Any other number that is compared (a mean, a sum) may differ from part to part.
+"""
+
+from autoshard.axes.given import origin
+from autoshard.axes.switches import asked_of_all
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+
+_COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
+_LEAST, _LARGEST = ("min", "amin"), ("max", "amax")
+_ABOVE, _BELOW = ("ge", "gt", "greater", "greater_equal"), ("le", "lt", "less", "less_equal")
+
+
+def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | None:
+    """(answer, tensors): the answer is given if and only if each single element of the tensors fulfils something."""
+    value = origin(graph, value, *_COPIES)
+    op = maker_of(graph, value)
+    if op is None or op.node is None or op.mutates:
+        return None
+    name = name_of(op)
+    if name in ("logical_not", "bitwise_not"):
+        inner = asked_of_each(graph, op.inputs[0])
+        return None if inner is None else (not inner[0], inner[1])
+    if name in ("logical_and", "bitwise_and", "logical_or", "bitwise_or", "__and__", "__or__") and len(op.inputs) == 2:
+        both = [asked_of_each(graph, one) for one in op.inputs]
+        answer = "and" in name
+        return (answer, [t for one in both if one for t in one[1]]) if _all_say(both, answer) else None
+    if name in ("all", "_is_all_true", "any", "_is_any_true") and not graph.values[op.inputs[0]].shape:
+        return asked_of_each(graph, op.inputs[0])
+    if name in _ABOVE or name in _BELOW:
+        return _extreme(graph, op, above=name in _ABOVE)
+    asked = asked_of_all(graph, value)
+    return None if asked is None else (asked[1], [asked[0]])
+
+
+def _all_say(both: list[tuple[bool, list[int]] | None], answer: bool) -> bool:
+    return all(one is not None and one[0] is answer for one in both)
+
+
+def _extreme(graph: ModelGraph, op: Op, *, above: bool) -> tuple[bool, list[int]] | None:
+    """`x.min() >= 0` says that each element is, `x.max() > 1` that some element is."""
+    source = maker_of(graph, op.inputs[0])
+    if source is None or source.node is None or op.node is None:
+        return None
+    name, numbers = name_of(source), op.node.args[1:]
+    whole = len(source.inputs) == len(source.outputs) == 1 and not graph.values[source.outputs[0]].shape
+    alone = len(op.inputs) == 1 and len(numbers) == 1 and isinstance(numbers[0], (int, float))
+    if not whole or not alone or name not in (*_LEAST, *_LARGEST):
+        return None
+    return (name in _LEAST) is above, [source.inputs[0]]
