@@ -45,6 +45,7 @@ class PipelineEngine:
                 recompute=record.plan.stages[number].recompute and not record.plan.layers,
                 split=training and record.plan.schedule == "zero-bubble",
                 engines=layers_of(model, record, number) if record.used is not None else (),
+                earlier=[tensors[name] for name, holders in prepared.held.items() if min(holders) < number],
             )
             self.modules.append(module)
             stages.append(_stage_of(module, number, count, record, prepared, training))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import autoshard
-from autoshard.errors import PlanError
+from autoshard.errors import AutoshardError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
@@ -59,8 +59,34 @@ class Tied(Decoder):
         return torch.nn.functional.linear(self.norm(x), self.head.weight)
 
 
+class Stop(torch.nn.Module):
+    def __init__(self, inner, stops):
+        super().__init__()
+        self.inner, self.stops = inner, stops
+
+    def forward(self, x):
+        return self.inner(x.detach() if self.stops else x)
+
+
+class Stopped(Decoder):
+    """No gradient goes through the last layer."""
+
+    def __init__(self):
+        super().__init__(32, 3, 4, WORDS)
+        self.layers = torch.nn.ModuleList(Stop(layer, place == 2) for place, layer in enumerate(self.layers))
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
 def build(name):
     """A model, ROWS samples, and a loss function where it has no loss of its own."""
+    if name == "stopped":
+        torch.manual_seed(0)
+        return Stopped(), {"ids": samples()}, square
     if name == "tied":
         torch.manual_seed(0)
         return Tied(), {"ids": samples()}, square
@@ -252,3 +278,26 @@ def test_layers_that_share_parameters_are_refused():
     sharing.layers[2].shift = sharing.layers[0].shift
     with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
         sharded.check_shardable(sharing, plan)
+
+
+def stopped(plan, frozen):
+    """What a rank says of a step in which no gradient goes back to the first stage; `frozen`: nor is it trained."""
+    model, inputs, loss_of = build("stopped")
+    for part in (model.embed, model.layers[:2]):
+        part.requires_grad_(not frozen)
+    autoshard.apply(model, Plan.from_json(plan), inputs=inputs)
+    try:
+        autoshard.schedule(model, loss_of).step(**inputs, target=torch.zeros(ROWS))
+    except AutoshardError as error:
+        return type(error).__name__, str(error)
+    return "trained", ""
+
+
+def test_a_stage_that_stops_gradients_of_layers_that_are_trained_is_refused():
+    """Torch sends zeros in place of none, which weight decay would step."""
+    plan = plan_for("stopped", "pp=2")
+    for frozen in (False, True):
+        said = run_ranks(stopped, 2, plan, frozen)
+        kinds = [kind for kind, _ in said]
+        assert kinds == (["trained"] * 2 if frozen else ["RankError", "ApplyError"])
+        assert frozen or "a stage stops gradients" in said[1][1]
