@@ -197,15 +197,15 @@ class Estimate:
         collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
             `all_reduces` and `all_gathers` of them in one pass.
 
+        tokens_per_second: those generated, else those of the inputs, by the whole machine; 0 where inputs are none.
+
     Where tokens are generated, `latency_seconds` and the seconds of devices are those of the whole answer, and what is
     streamed is that of one token. Transfers are those of the recorded run, a prompt and one token. Then:
 
-        tokens_per_second: of the whole machine.
         prompt_seconds: until the first token; token_seconds: for each further token of every sequence.
 
     Of plans that the engine prices (`Plan.launch`) also:
 
-        tokens_per_second: those trained on, or of the prompt, where none are generated.
         exposed_seconds: of a step, in which ranks wait for communication; bubble: part of it in which stages are idle.
         curve: bytes on the fullest rank over a step or an answer; ranks: classes of equal ranks, by pipeline rank.
         token_parts: seconds of a further token by cause, of all stages that it passes through.

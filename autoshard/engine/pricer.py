@@ -144,7 +144,8 @@ def of_answer(
     """
     halves = prompt_and_token(profile)
     if halves is None:
-        return recorded
+        seconds = recorded.latency_seconds
+        return replace(recorded, tokens_per_second=_tokens(profile) / seconds if seconds else 0.0)
     times = profile.further or 0
     prompt = price(halves[0])
     token = price(halves[1]) if times else prompt
@@ -178,6 +179,12 @@ def of_answer(
         token_seconds=token.latency_seconds if times else 0.0,
         tokens_per_second=_sequences(profile) * profile.workload.new_tokens / latency if latency else 0.0,
     )
+
+
+def _tokens(profile: Profile) -> int:
+    """Tokens of one pass; 0 where inputs are none, or a cache is in use."""
+    workload = profile.workload
+    return 0 if workload.new_tokens else _sequences(profile) * (workload.sequence_length or 0)
 
 
 def _sequences(profile: Profile) -> int:

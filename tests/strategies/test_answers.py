@@ -94,6 +94,13 @@ def test_an_answer_is_its_prompt_and_a_token_for_each_but_the_first(profile: Pro
         assert written[name] == pytest.approx(getattr(figures, name))
 
 
+def test_a_pass_has_the_tokens_of_its_inputs() -> None:
+    profile, cluster = profiled(mixture(), batch_size=4, new_tokens=0), parse_devices("2xRTX4090")
+    for plan in (make_plan(profile, cluster), make_plan(profile, cluster, strategy="sequential")):
+        figures = autoshard.estimate(plan, profile, cluster)
+        assert figures.tokens_per_second == pytest.approx(4 * 32 / figures.latency_seconds)
+
+
 def device_of(plan: Plan, path: str) -> str:
     while path not in plan.placements:
         path = path.rpartition(".")[0]
