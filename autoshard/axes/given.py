@@ -49,6 +49,13 @@ def written_storages(graph: ModelGraph) -> set[int]:
     return {graph.values[value].storage for op in graph.ops for value in op.mutates}
 
 
+def writes_elsewhere(graph: ModelGraph) -> bool:
+    """Whether ops write into tensors that were there before the run, and are neither state of the model nor inputs."""
+    known = {graph.values[value].storage for value in (*graph.inputs, *(tensor.value for tensor in graph.tensors))}
+    there = {value.storage for value in graph.values if value.op < 0}
+    return not written_storages(graph).isdisjoint(there - known)
+
+
 def computed(op: Op, given: Sequence[torch.Tensor | None]) -> list[Any] | None:
     """What an op makes of the contents of its tensors; None where one is not known, or chance decides."""
     if op.node is None or not isinstance(op.target, OpOverload) or traits_of(op.target).random:

@@ -27,10 +27,9 @@ FUNCTION = "cross_entropy"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutLoss:
-    """The logits of a head: `call` of the head, `dim` of the classes, and the losses (ops) that read them."""
+    """The logits of a head: `call` of the head, and the losses (ops) that read them."""
 
     call: Call
-    dim: int
     losses: tuple[int, ...]
 
 
@@ -72,7 +71,7 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
         shape = graph.values[op.inputs[0]].shape
         if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (leaf,) or not _is_plain(graph, op):
             return None
-    return CutLoss(call=calls[0], dim=dim, losses=tuple(op.index for op in losses))
+    return CutLoss(call=calls[0], losses=tuple(op.index for op in losses))
 
 
 def _read(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:

@@ -394,10 +394,3 @@ def _known_values(graph: ModelGraph, model: nn.Module) -> dict[int, torch.Tensor
             if "content" in node.meta:
                 known[value] = node.meta["content"].clone()
     return known
-
-
-def writes_elsewhere(graph: ModelGraph) -> bool:
-    """Whether ops write into tensors that were there before the run, and are neither state of the model nor inputs."""
-    known = {graph.values[value].storage for value in (*graph.inputs, *(tensor.value for tensor in graph.tensors))}
-    there = {value.storage for value in graph.values if value.op < 0} - known
-    return any(graph.values[value].storage in there for op in graph.ops for value in op.mutates)

@@ -39,6 +39,7 @@ from autoshard.check.records import (
 from autoshard.plan.batching import BatchAxis, BatchOutput
 from autoshard.runtime.chunks import PLAIN
 from autoshard.runtime.merging import of_rows
+from autoshard.torch_private import backward_hooks
 
 MANY_ROWS = (1024, 254, 64, 16)
 """Rows of the run beside it: code may look whether there are many. Fewer if not all is known. From 3, all are a prime
@@ -55,7 +56,7 @@ INDEPENDENT = "If its rows are independent all the same, assume_independent_rows
 def check_apart(question: Question, batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
     for path, module in question.model.named_modules():  # torch can't call them where ops are recorded whole
-        if question.workload.training and (module._backward_hooks or module._backward_pre_hooks):
+        if question.workload.training and backward_hooks(module):
             raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
     first = SampleRun(question, batch, frozenset(), ())

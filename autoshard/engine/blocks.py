@@ -187,7 +187,7 @@ def _chosen(found: AxisGroups, path: str) -> list[AxisGroup]:
         candidates = [group for group in found.groups if not _within(group.blocks[0], layers)]
     else:
         candidates = [group for group in found.groups if path in group.blocks]
-    for group in sorted(candidates, key=lambda group: -group.nbytes / (1 + 2 * group.reduced_bytes + _gathered(group))):
+    for group in sorted(candidates, key=lambda group: -group.nbytes / (1 + group.sent_bytes)):
         if all(group.index not in other.conflicts for other in chosen):
             chosen.append(group)
     return chosen

@@ -69,7 +69,7 @@ def _compared(plan: Plan, request: Request) -> Plan:
 
     A forward that writes into tensors which are no state of the model is not run: nobody would write them back.
     """
-    from autoshard.capture.graph import writes_elsewhere
+    from autoshard.axes.given import writes_elsewhere
     from autoshard.capture.state import undisturbed
     from autoshard.verify.planned import numbers_against
 

@@ -77,7 +77,7 @@ class CutTask:
         Those that are looked at begin with the groups that save most, and with those that save most for what they send.
         """
         able = [one for one in self.groups if allows(one, degree, self.even) and (one.index, degree) not in self.banned]
-        orders = (lambda one: -one.nbytes), (lambda one: -one.nbytes / (1 + _sent(one)))
+        orders = (lambda one: -one.nbytes), (lambda one: -one.nbytes / (1 + one.sent_bytes))
         sets = [self._together(sorted(able, key=order)) for order in orders]
         least = NEARLY * max(map(_cut_bytes, sets))
         return min((some for some in sets if _cut_bytes(some) >= least), key=_sent_bytes)
@@ -108,13 +108,8 @@ class CutTask:
         )  # fmt: skip
 
 
-def _sent(group: AxisGroup) -> int:
-    """Bytes that ranks send in one forward of one block: all-reduces send twice."""
-    return 2 * group.reduced_bytes + group.gathered_bytes + group.added_bytes
-
-
 def _sent_bytes(groups: Sequence[AxisGroup]) -> int:
-    return sum(_sent(group) * len(group.blocks) for group in groups)
+    return sum(group.sent_bytes * len(group.blocks) for group in groups)
 
 
 def _cut_bytes(groups: Sequence[AxisGroup]) -> int:
