@@ -221,7 +221,7 @@ def _cut(machine: Machine, model: Any, inputs: Any, expected: torch.Tensor, fold
 def _streaming(machine: Machine, model: Any, store: str) -> autoshard.Plan:
     """Layers that are kept elsewhere and computed on the home device."""
     plan = autoshard.Plan.from_device_map(halves(8, machine.home, machine.home))
-    return replace(plan, streamed={f"model.layers.{index}": store for index in range(8)})
+    return replace(plan, offloaded={f"model.layers.{index}": store for index in range(8)})
 
 
 def _offloaded(machine: Machine, model: Any, inputs: Any, expected: torch.Tensor, folder: Path) -> float:

@@ -39,10 +39,10 @@ CHUNK_BYTES, READERS = 4 << 20, 4
 OTHERS = ("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head")
 
 
-def streamed(directory: Path, layers: list[str]) -> torch.nn.Module:
+def offloaded(directory: Path, layers: list[str]) -> torch.nn.Module:
     """All layers on disk, computing on the CPU."""
     plan = Plan.from_device_map(dict.fromkeys([*OTHERS, *layers], "cpu"))
-    plan = dataclasses.replace(plan, streamed=dict.fromkeys(layers, "disk"))
+    plan = dataclasses.replace(plan, offloaded=dict.fromkeys(layers, "disk"))
     return autoshard.load(directory, plan=plan, progress=False)
 
 
@@ -104,7 +104,7 @@ def main() -> None:
     layers = [f"model.layers.{index}" for index in range(options.layers)]
     # in memory of its own: a file that is mapped anywhere stays in the page cache
     plain = autoshard.load(directory, "cpu", mapped=False, progress=False)
-    models = {"autoshard disk": streamed(directory, layers)}
+    models = {"autoshard disk": offloaded(directory, layers)}
     with tempfile.TemporaryDirectory(dir=options.directory) as scratch:
         if not options.quick:
             models["accelerate disk"] = accelerated(directory, layers, scratch)

@@ -44,8 +44,8 @@ def main() -> None:
             print("read to", *sorted({str(parameter.device) for parameter in spread.parameters()}))
             equal &= torch.equal(spread.generate(prompt, **SETTINGS).cpu(), expected)
         # Half of the weights fit; the others are mapped from the files, and there only while they compute.
-        streamed = autoshard.load(directory, {"cpu": size // 2, "disk": "1GiB"}, inputs={"input_ids": prompt})
-        equal &= torch.equal(streamed.generate(prompt, **SETTINGS), expected)
+        offloaded = autoshard.load(directory, {"cpu": size // 2, "disk": "1GiB"}, inputs={"input_ids": prompt})
+        equal &= torch.equal(offloaded.generate(prompt, **SETTINGS), expected)
     print(f"24 tokens of 2 sequences equal: {equal}")
     assert equal
 

@@ -105,8 +105,8 @@ def test_the_command_finds_the_model_of_a_plan(tmp_path, monkeypatch):
     data = json.loads(runner.invoke(app, ["explain", "plan.json", "cuda:1", "--json"]).stdout)
     assert data["kind"] == "device" and data["chosen"]["title"] == "as planned"
     (tmp_path / "model.py").rename("moved.py")
-    lost = runner.invoke(app, ["explain", "plan.json", "3"])
-    assert lost.exit_code == 2
+    unshardable = runner.invoke(app, ["explain", "plan.json", "3"])
+    assert unshardable.exit_code == 2
     assert runner.invoke(app, ["explain", "plan.json", "3", "--target", "moved.py"]).exit_code == 0
 
 

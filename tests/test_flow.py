@@ -34,7 +34,7 @@ def test_arguments_and_outputs_are_copied_and_gradients_come_back():
     found = flow(graph, {"0": "d0", "1": "d1"})
     forward = [("d0", "d1", 240, "hook"), ("d1", "d0", 60, "output")]
     assert copies(found) == [*forward, ("d0", "d1", 4, "backward"), ("d1", "d0", 240, "backward")]
-    assert found.aligned == found.written_back == ()
+    assert found.mixed_device == found.written_back == ()
     assert copies(flow(graph, {"": "d0"})) == []
     with pytest.raises(PlanError, match=r"1\.weight"):
         flow(graph, {"0": "d0"})
@@ -70,7 +70,8 @@ def measured_peaks(model, inputs, placements, found, graph, training):
     """Peak of each simulated device in the second of two passes."""
     plan = Plan(
         strategy="by hand", objective="latency", workload=TRAINING if training else INFERENCE, devices=(),
-        placements=placements, aligned=found.aligned, written_back=found.written_back, fingerprint=graph.fingerprint,
+        placements=placements, mixed_device=found.mixed_device, written_back=found.written_back,
+        fingerprint=graph.fingerprint,
     )  # fmt: skip
     with autoshard.simulate("3x1GiB") as devices:
         apply_plan(model, plan)

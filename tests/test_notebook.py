@@ -10,14 +10,14 @@ import autoshard
 from tests.engine.test_events import made
 
 
-@pytest.mark.parametrize("case", ["cuts", "streamed"])
+@pytest.mark.parametrize("case", ["cuts", "offloaded"])
 def test_a_plan_shows_itself(case):
     plan, profile, _ = made(case)
     root = ElementTree.fromstring(plan._repr_html_())
     text = "".join(root.itertext())
     assert f"{plan.strategy}, for {plan.objective}" in text
     assert all(device.name in text for device in plan.devices)
-    assert ("are cut over 2 devices" in text) == bool(plan.cuts) and ("are kept on cpu" in text) == bool(plan.streamed)
+    assert ("are cut over 2 devices" in text) == bool(plan.cuts) and ("are kept on cpu" in text) == bool(plan.offloaded)
     assert "Net" in "".join(ElementTree.fromstring(profile._repr_html_()).itertext())
 
 

@@ -129,7 +129,7 @@ def test_packed_tensors_are_streamed(model):
     blocks = [f"blocks.{index}" for index in range(3)]
     plan = Plan.from_device_map({"embed": "cpu:0", "norm": "cpu:0", **dict.fromkeys(blocks, "cpu:0")})
     with autoshard.simulate("1x1MiB") as devices:
-        autoshard.apply(model, replace(plan, streamed=dict.fromkeys(blocks, "cpu")))
+        autoshard.apply(model, replace(plan, offloaded=dict.fromkeys(blocks, "cpu")))
         largest = sum(map(stored_bytes, model.blocks[0].parameters()))
         resident = sum(stored_bytes(p) for module in (model.embed, model.norm) for p in module.parameters())
         assert devices.memory("cpu:0")[0] <= resident + 2 * largest < _bytes(model)

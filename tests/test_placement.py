@@ -5,14 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard.errors import PlanError
-from autoshard.plan.placement import resolve_homes, tensor_devices
+from autoshard.plan.placement import resolve_execution_devices, tensor_devices
 
 MODULES = ["", "embed", "layers", "layers.0", "layers.0.mlp", "layers.0.act", "layers.1", "layers.1.mlp", "head"]
 TENSORS = ["embed.weight", "layers.0.scale", "layers.0.mlp.weight", "layers.1.mlp.weight", "head.weight"]
 
 
 def test_mixed_modules_take_their_own_first_tensor_or_else_their_first_child():
-    homes = resolve_homes(
+    homes = resolve_execution_devices(
         {"embed": "a", "layers.0.scale": "b", "layers.0.mlp": "c", "layers.1": "c", "head": "a"}, MODULES, TENSORS
     )
     assert homes.mixed == {"", "layers", "layers.0"}
@@ -24,9 +24,11 @@ def test_mixed_modules_take_their_own_first_tensor_or_else_their_first_child():
 
 
 def test_elements_are_hooked_where_a_list_of_modules_has_no_forward():
-    homes = resolve_homes({"embed": "a", "layers": "b", "head": "b"}, MODULES, TENSORS, uncallable=["layers"])
+    homes = resolve_execution_devices(
+        {"embed": "a", "layers": "b", "head": "b"}, MODULES, TENSORS, uncallable=["layers"]
+    )
     assert homes.hooked == ("", "embed", "layers.0", "layers.1", "head")
-    assert resolve_homes({"": "a"}, MODULES, TENSORS, uncallable=["layers"]).hooked == ("",)
+    assert resolve_execution_devices({"": "a"}, MODULES, TENSORS, uncallable=["layers"]).hooked == ("",)
 
 
 def test_what_has_a_list_of_layers_is_hooked_in_a_mixed_model_wherever_it_is():
@@ -34,18 +36,18 @@ def test_what_has_a_list_of_layers_is_hooked_in_a_mixed_model_wherever_it_is():
                "inner.tower.layers.0.experts"]  # fmt: skip
     tensors = ["eyes.weight", "inner.weight", "inner.tower.layers.0.experts.0.weight"]
     lists = ["inner.tower.layers", "inner.tower.layers.0.experts"]
-    homes = resolve_homes({"eyes": "a", "inner": "b"}, modules, tensors, uncallable=lists)
+    homes = resolve_execution_devices({"eyes": "a", "inner": "b"}, modules, tensors, uncallable=lists)
     assert homes.hooked == ("", "eyes", "inner", "inner.tower")
-    assert resolve_homes({"": "a"}, modules, tensors, uncallable=lists).hooked == ("",)
+    assert resolve_execution_devices({"": "a"}, modules, tensors, uncallable=lists).hooked == ("",)
 
 
 def test_a_tensor_without_an_entry_is_refused_by_name():
     with pytest.raises(PlanError, match=r"layers\.0\.scale"):
-        resolve_homes({"embed": "a", "head": "a"}, MODULES, TENSORS)
+        resolve_execution_devices({"embed": "a", "head": "a"}, MODULES, TENSORS)
 
 
 def test_tied_tensors_live_with_their_first_name_but_homes_follow_entries():
-    homes = resolve_homes({"embed": "a", "layers": "a", "head": "b"}, MODULES, TENSORS)
+    homes = resolve_execution_devices({"embed": "a", "layers": "a", "head": "b"}, MODULES, TENSORS)
     assert homes.homes["head"] == "b"
     assert tensor_devices(homes, [("embed.weight", "head.weight")])["head.weight"] == "a"
 
@@ -53,7 +55,7 @@ def test_tied_tensors_live_with_their_first_name_but_homes_follow_entries():
 def test_a_shared_module_is_hooked_at_its_first_place_only():
     modules = ["", "a", "a.shared", "b"]
     tensors = ["a.shared.weight", "b.shared.weight", "b.bias"]
-    homes = resolve_homes({"a": "x", "b.shared": "y", "b.bias": "x"}, modules, tensors)
+    homes = resolve_execution_devices({"a": "x", "b.shared": "y", "b.bias": "x"}, modules, tensors)
     assert homes.homes["b"] == "x"
     assert "b" in homes.mixed
     assert "b.shared" not in homes.hooked
@@ -62,7 +64,7 @@ def test_a_shared_module_is_hooked_at_its_first_place_only():
 @given(st.dictionaries(st.sampled_from([t.rpartition(".")[0] for t in TENSORS]), st.sampled_from("xyz"), min_size=1))
 def test_homes_are_devices_of_tensors_below(placements):
     placements = {"": "w", **placements}
-    homes = resolve_homes(placements, MODULES, TENSORS)
+    homes = resolve_execution_devices(placements, MODULES, TENSORS)
     for path, home in homes.homes.items():
         below = {d for name, d in homes.entries.items() if not path or name.startswith(path + ".")}
         assert home in below

@@ -57,7 +57,7 @@ def a_plan(placements, training=False, memory_bytes=1 << 30, **more) -> Plan:
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("as_map", [False, True])
 def test_an_applied_plan_is_equal(model, inputs, training, as_map):
-    given = SPLIT if as_map else a_plan(SPLIT, training, aligned=("",))
+    given = SPLIT if as_map else a_plan(SPLIT, training, mixed_device=("",))
     report = verify(model, given, inputs, training=training)
     assert report.ok and report and report.max_error == report.max_relative_error == 0
     assert report.first_difference is None and report.simulated

@@ -71,7 +71,7 @@ def test_a_sum_that_is_left_out_is_found(decoder, plan):
 
 
 def test_a_gradient_that_is_not_summed_is_found(decoder, plan):
-    wrong = without(plan, "enter", "self_attn.k_proj")
+    wrong = without(plan, "copy_to", "self_attn.k_proj")
     assert verify(decoder, wrong, IDS, training=False, new_tokens=0).ok
     report = verify(decoder, wrong, IDS, training=True, new_tokens=0)
     assert not report.ok and report.first_difference.during == "backward"
@@ -111,7 +111,7 @@ HEADS = Cut(
         *(shard(f"{x}.{y}", 0, "*4x4") for x in "qkv" for y in ("weight", "bias")),
         shard("out.weight", 1, "*4x4"),
     ),
-    actions=(*(Action(kind="enter", module=x, argument="0.0") for x in "qkv"), reduce("out", addend="0.2")),
+    actions=(*(Action(kind="copy_to", module=x, argument="0.0") for x in "qkv"), reduce("out", addend="0.2")),
 )
 
 

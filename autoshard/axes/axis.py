@@ -1,37 +1,38 @@
 """The algebra of axes: what a dimension of a tensor is made of.
 
-An axis is a product of factors, major to minor; a factor is a leaf, or a concatenation of axes:
+An axis is a product of terms, major to minor; a term is a factor, or a concatenation of axes:
 
-    512 = 8 x 64                   a leaf that a view has split: it is bound to (leaf 8, leaf 64) from then on
+    512 = 8 x 64                   a factor that a view has split: it is bound to (factor 8, factor 64) from then on
     6144 = (4096 | 1024 | 1024)    a fused projection that slices have cut apart: one Cat of three axes
 
-Two dimensions that an op pairs element by element are unified: afterwards they are made of the same leaves. What is
-learnt is remembered by binding leaves, as in the unification of terms, so it holds for all tensors seen before as well.
-Sizes never change; factors of size 1 do not exist. The leaves of what can't be expressed are `lost`: never cut.
+Two dimensions that an op pairs element by element are unified: afterwards they are made of the same factors. What is
+learnt is remembered by binding factors, as in the unification of terms, so it holds for all tensors seen before as
+well. Sizes never change; factors of size 1 do not exist. The factors of what can't be expressed are `unshardable`:
+never cut.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import gcd, prod
 
 Axis = tuple["Factor | Cat", ...]
-"""Factors, major to minor; () is an axis of size 1."""
+"""Terms, major to minor; () is an axis of size 1."""
 DEEPEST = 32
 """How many concatenations inside of each other are followed."""
 
 
 class Factor:
-    """A factor about which nothing more is known; `bound` once something is. `lost`: why it can't be cut, or "".
+    """A factor about which nothing more is known; `bound` once something is. `unshardable`: why it can't be cut, or "".
 
-    `rigid`: it stays one factor, as the batch does: what would split it, cut it or pair it with another lost or rigid
-    one loses it instead. Whoever made it takes `lost` back after each op.
+    `rigid`: it stays one factor, as the batch does: what would split it, cut it or pair it with another unshardable or
+    rigid one loses it instead. Whoever made it takes `unshardable` back after each op.
     """
 
-    __slots__ = ("bound", "lost", "rigid", "size")
+    __slots__ = ("bound", "rigid", "size", "unshardable")
 
     def __init__(self, size: int, *, rigid: bool = False) -> None:
         self.size = size
         self.bound: Axis | None = None
-        self.lost = ""
+        self.unshardable = ""
         self.rigid = rigid
 
     def __repr__(self) -> str:
@@ -57,35 +58,35 @@ def fresh(size: int) -> Axis:
 
 
 def size_of(axis: Axis) -> int:
-    return axis[0].size if len(axis) == 1 else prod(factor.size for factor in axis)
+    return axis[0].size if len(axis) == 1 else prod(term.size for term in axis)
 
 
 def local_size(axis: Axis, slices: Mapping["Factor", int]) -> int:
-    """The size of an axis on a rank that keeps so many slices of some leaves; it must be resolved."""
+    """The size of an axis on a rank that keeps so many slices of some factors; it must be resolved."""
     return prod(
-        slices.get(factor, factor.size)
-        if isinstance(factor, Factor)
-        else sum(local_size(segment, slices) for segment in factor.segments)
-        for factor in axis
+        slices.get(term, term.size)
+        if isinstance(term, Factor)
+        else sum(local_size(segment, slices) for segment in term.segments)
+        for term in axis
     )
 
 
 def resolve(axis: Axis) -> Axis:
-    """The axis as far as it is known now: bound leaves replaced, nested concatenations flattened."""
-    for factor in axis:  # most are known already
-        if type(factor) is not Factor or factor.bound is not None:
+    """The axis as far as it is known now: bound factors replaced, nested concatenations flattened."""
+    for term in axis:  # most are known already
+        if type(term) is not Factor or term.bound is not None:
             break
     else:
         return axis
     found: list[Factor | Cat] = []
-    for factor in axis:
-        if isinstance(factor, Cat):
-            found.append(_flat(factor))
-        elif factor.bound is None:
-            found.append(factor)
+    for term in axis:
+        if isinstance(term, Cat):
+            found.append(_flat(term))
+        elif term.bound is None:
+            found.append(term)
         else:
-            factor.bound = resolve(factor.bound)
-            found.extend(factor.bound)
+            term.bound = resolve(term.bound)
+            found.extend(term.bound)
     return tuple(found)
 
 
@@ -99,48 +100,48 @@ def _flat(cat: Cat) -> Cat:
     return Cat(segments) if len(segments) != len(cat.segments) or segments != list(cat.segments) else cat
 
 
-def leaves(axis: Axis) -> Iterator[Factor]:
-    """Every leaf in an axis, as often as it occurs."""
-    for factor in resolve(axis):
-        if isinstance(factor, Factor):
-            yield factor
+def factors_of(axis: Axis) -> Iterator[Factor]:
+    """Every factor in an axis, as often as it occurs."""
+    for term in resolve(axis):
+        if isinstance(term, Factor):
+            yield term
         else:
-            for segment in factor.segments:
-                yield from leaves(segment)
+            for segment in term.segments:
+                yield from factors_of(segment)
 
 
-def covers(axis: Axis, leaf: Factor) -> bool:
-    """Whether every index along the axis lies in one slice of the leaf: no part of a concatenation is without it."""
+def covers(axis: Axis, factor: Factor) -> bool:
+    """Whether every index along the axis lies in one slice of the factor: no part of a concatenation is without it."""
     return any(
-        factor is leaf if isinstance(factor, Factor) else all(covers(segment, leaf) for segment in factor.segments)
-        for factor in resolve(axis)
+        term is factor if isinstance(term, Factor) else all(covers(segment, factor) for segment in term.segments)
+        for term in resolve(axis)
     )
 
 
-def times(axis: Axis, leaf: Factor | None = None) -> int:
-    """How often a leaf is a factor along one way through an axis; without one, how many rigid ones are."""
+def times(axis: Axis, factor: Factor | None = None) -> int:
+    """How often a factor occurs along one way through an axis; without one, how often rigid ones do."""
     return sum(
-        (factor is leaf if leaf is not None else factor.rigid)
-        if isinstance(factor, Factor)
-        else max((times(part, leaf) for part in factor.segments), default=0)
-        for factor in resolve(axis)
+        (term is factor if factor is not None else term.rigid)
+        if isinstance(term, Factor)
+        else max((times(part, factor) for part in term.segments), default=0)
+        for term in resolve(axis)
     )
 
 
-def lose(axis: Axis, why: str) -> None:
-    """Block every leaf of an axis; the first reason stays."""
-    for leaf in leaves(axis):
-        leaf.lost = leaf.lost or why
+def make_unshardable(axis: Axis, why: str) -> None:
+    """Block every factor of an axis; the first reason stays."""
+    for factor in factors_of(axis):
+        factor.unshardable = factor.unshardable or why
 
 
 def unify(left: Axis, right: Axis, why: str = "", depth: int = 0) -> None:
     """Make two axes of the same size the same; `why` names the place in case they don't match.
 
     `depth`: how many concatenations they are inside of. An axis that is paired with itself moved by one, as tokens are
-    with those before them, would go as deep as it is long: such are lost.
+    with those before them, would go as deep as it is long: such can't be cut.
     """
     if depth > DEEPEST:
-        lose((*left, *right), f"{why}: an axis would be a part of itself")
+        make_unshardable((*left, *right), f"{why}: an axis would be a part of itself")
         return
     while True:
         left, right = resolve(left), resolve(right)
@@ -155,8 +156,8 @@ def unify(left: Axis, right: Axis, why: str = "", depth: int = 0) -> None:
             continue
         common = gcd(major.size, minor.size)
         if common == 1 or not (_split(major, common, why) and _split(minor, common, why)):
-            here, there = _together(left, [factor.size for factor in right])
-            lose(
+            here, there = _together(left, [term.size for term in right])
+            make_unshardable(
                 (*left[:here], *right[:there]),
                 f"{why}: sizes {_sizes(left[:here])} and {_sizes(right[:there])} have no common parts",
             )
@@ -172,12 +173,12 @@ def reshape(axes: Iterable[Axis], sizes: Iterable[int], why: str = "") -> list[A
 
     Dimensions that are divided anew together are apart from the others: what can't be expressed there loses only them.
     """
-    rest = resolve(tuple(factor for axis in axes for factor in axis))
+    rest = resolve(tuple(term for axis in axes for term in axis))
     left = list(sizes)
     made: list[Axis] = []
     while left:
-        factors, count = _together(rest, left)
-        part, rest = rest[:factors], rest[factors:]
+        terms, count = _together(rest, left)
+        part, rest = rest[:terms], rest[terms:]
         for size in left[:count]:
             axis, part = _take(part, size, why)
             made.append(axis)
@@ -189,13 +190,13 @@ def _together(axis: Axis, sizes: Sequence[int]) -> tuple[int, int]:
     """How many leading factors, and how many sizes, hold as many elements as each other: the fewest."""
     if 0 in sizes:
         return len(axis), len(sizes)
-    factors, count, have, want = 0, 1, 1, sizes[0]
+    terms, count, have, want = 0, 1, 1, sizes[0]
     while have != want:
         if have < want:
-            have, factors = have * axis[factors].size, factors + 1
+            have, terms = have * axis[terms].size, terms + 1
         else:
             want, count = want * sizes[count], count + 1
-    return factors, count
+    return terms, count
 
 
 def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
@@ -205,53 +206,53 @@ def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
     taken: list[Factor | Cat] = []
     rest = resolve(axis)
     while size > 1:
-        factor = rest[0]
-        if size % factor.size == 0:
-            taken.append(factor)
-            size, rest = size // factor.size, rest[1:]
+        term = rest[0]
+        if size % term.size == 0:
+            taken.append(term)
+            size, rest = size // term.size, rest[1:]
             continue
-        common = gcd(size, factor.size)
-        if common == 1 or not _split(factor, common, why):
+        common = gcd(size, term.size)
+        if common == 1 or not _split(term, common, why):
             return _reground(tuple(taken), rest, size, why)
-        rest = resolve((*_halves(factor, common), *rest[1:]))
+        rest = resolve((*_halves(term, common), *rest[1:]))
     return tuple(taken), rest
 
 
 def _reground(taken: Axis, rest: Axis, size: int, why: str) -> tuple[Axis, Axis]:
-    """Give up on what does not divide: the old leaves and the new ones in their place are lost."""
-    lose(rest, f"{why}: {size} is no part of {_sizes(rest)}")
+    """Give up on what does not divide: the old factors and the new ones in their place can't be cut."""
+    make_unshardable(rest, f"{why}: {size} is no part of {_sizes(rest)}")
     total = size_of(rest)
     major, minor = fresh(size), fresh(total // size if total % size == 0 else 0)
-    lose((*major, *minor), f"{why}: {size} is no part of {_sizes(rest)}")
+    make_unshardable((*major, *minor), f"{why}: {size} is no part of {_sizes(rest)}")
     return (*taken, *major), minor
 
 
 def cut(axis: Axis, at: int, why: str = "") -> tuple[Axis, Axis]:
     """Split an axis into what comes before index `at` and the rest: it becomes a concatenation.
 
-    0 < at < size. Where the boundary lies inside a minor factor, everything is lost.
+    0 < at < size. Where the boundary lies inside a minor factor, nothing can be cut.
     """
     axis = resolve(axis)
     minor = size_of(axis[1:])
     if at % minor:
-        lose(axis, f"{why}: a part of {at} cuts through {_sizes(axis)}")
+        make_unshardable(axis, f"{why}: a part of {at} cuts through {_sizes(axis)}")
         parts = fresh(at), fresh(size_of(axis) - at)
-        lose((*parts[0], *parts[1]), f"{why}: a part of {at} cuts through {_sizes(axis)}")
+        make_unshardable((*parts[0], *parts[1]), f"{why}: a part of {at} cuts through {_sizes(axis)}")
         return parts
     before, after = _cut_factor(axis[0], at // minor, why)
     return resolve((*before, *axis[1:])), resolve((*after, *axis[1:]))
 
 
-def _cut_factor(factor: "Factor | Cat", at: int, why: str) -> tuple[Axis, Axis]:
-    if isinstance(factor, Factor):
-        before, after = fresh(at), fresh(factor.size - at)
-        if factor.rigid:
-            lose((factor, *before, *after), f"{why}: takes a part of it")
+def _cut_factor(term: "Factor | Cat", at: int, why: str) -> tuple[Axis, Axis]:
+    if isinstance(term, Factor):
+        before, after = fresh(at), fresh(term.size - at)
+        if term.rigid:
+            make_unshardable((term, *before, *after), f"{why}: takes a part of it")
         else:
-            _bind(factor, (Cat((before, after)),))
+            _bind(term, (Cat((before, after)),))
         return before, after
     left: list[Axis] = []
-    right = list(factor.segments)
+    right = list(term.segments)
     while at:
         size = size_of(right[0])
         if size <= at:
@@ -277,22 +278,24 @@ def _joined(segments: list[Axis]) -> Axis:
 def every(axis: Axis, step: int, why: str = "") -> Axis:
     """Every `step`-th index: the major factor, if the step divides the size; the minor one can't be cut then."""
     if size_of(axis) % step:
-        lose(axis, f"{why}: a step of {step} does not divide {_sizes(axis)}")
+        make_unshardable(axis, f"{why}: a step of {step} does not divide {_sizes(axis)}")
         made = fresh(-(-size_of(axis) // step))
-        lose(made, f"{why}: a step of {step} does not divide {_sizes(axis)}")
+        make_unshardable(made, f"{why}: a step of {step} does not divide {_sizes(axis)}")
         return made
     major, minor = _take(axis, size_of(axis) // step, why)
-    lose(minor, f"{why}: takes one of every {step}")
+    make_unshardable(minor, f"{why}: takes one of every {step}")
     return major
 
 
 def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth: int) -> None:
-    """Make two factors of the same size the same. Where a leaf is a part of the other one, that one is lost."""
+    """Make two factors of the same size the same. Where a factor is a part of the other one, that one can't be cut."""
     if isinstance(left, Factor) and not left.rigid:
         if left in _inside(right):
-            lose((right,), f"{why}: an axis would be a part of itself")
-        elif left.lost and any(leaf.rigid for leaf in leaves((right,))):
-            lose((right,), left.lost)  # what is lost meets it here, and not wherever it was before
+            make_unshardable((right,), f"{why}: an axis would be a part of itself")
+        elif left.unshardable and any(factor.rigid for factor in factors_of((right,))):
+            make_unshardable(
+                (right,), left.unshardable
+            )  # what can't be cut meets it here, and not wherever it was before
         else:
             _bind(left, (right,))
         return
@@ -300,7 +303,7 @@ def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth:
         _unify_factors(right, left, why, depth)
         return
     if isinstance(left, Factor) or isinstance(right, Factor):
-        lose((left, right), f"{why}: pairs different factors")
+        make_unshardable((left, right), f"{why}: pairs different factors")
         return
     ours, theirs = list(left.segments), list(right.segments)
     while ours and theirs:
@@ -315,37 +318,37 @@ def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth:
         unify(mine, other, why, depth + 1)
 
 
-def _inside(factor: "Factor | Cat") -> set[Factor]:
-    return set(leaves((factor,))) if isinstance(factor, Cat) else set()
+def _inside(term: "Factor | Cat") -> set[Factor]:
+    return set(factors_of((term,))) if isinstance(term, Cat) else set()
 
 
-def _bind(leaf: Factor, axis: Axis) -> None:
-    leaf.bound = axis
-    if leaf.lost:
-        lose(axis, leaf.lost)
+def _bind(factor: Factor, axis: Axis) -> None:
+    factor.bound = axis
+    if factor.unshardable:
+        make_unshardable(axis, factor.unshardable)
 
 
-def _split(factor: "Factor | Cat", major: int, why: str) -> bool:
+def _split(term: "Factor | Cat", major: int, why: str) -> bool:
     """Make a factor a product of `major` and the rest; False if a concatenation does not allow it."""
-    if isinstance(factor, Factor):
-        if factor.rigid and factor.size != major:
+    if isinstance(term, Factor):
+        if term.rigid and term.size != major:
             return False
-        if factor.size != major:
-            _bind(factor, (*fresh(major), *fresh(factor.size // major)))
+        if term.size != major:
+            _bind(term, (*fresh(major), *fresh(term.size // major)))
         return True
-    minor = factor.size // major
-    return all(size_of(segment) % minor == 0 for segment in factor.segments)
+    minor = term.size // major
+    return all(size_of(segment) % minor == 0 for segment in term.segments)
 
 
-def _halves(factor: "Factor | Cat", major: int) -> Axis:
+def _halves(term: "Factor | Cat", major: int) -> Axis:
     """The parts of a factor that `_split` said can be split. (a×m | b×m) is (a | b) × m, the same m in all segments."""
-    if isinstance(factor, Factor):
-        return resolve((factor,))
-    minor = factor.size // major
+    if isinstance(term, Factor):
+        return resolve((term,))
+    minor = term.size // major
     if minor == 1:
-        return (factor,)
+        return (term,)
     majors, minors = [], []
-    for segment in factor.segments:
+    for segment in term.segments:
         above, below = _take(segment, size_of(segment) // minor, "")
         majors.append(above)
         minors.append(below)
@@ -358,28 +361,28 @@ def _sizes(axis: Axis) -> str:
     return "x".join(map(repr, resolve(axis))) or "1"
 
 
-def describe(axis: Axis, leaf: Factor) -> str:
-    """The axis as text in the form of `sharding`, with the leaf starred: "8x*4x64", "(*32x64|512)"."""
-    return _product(resolve(axis), leaf) or "1"
+def describe(axis: Axis, factor: Factor) -> str:
+    """The axis as text in the form of `sharding`, with the factor starred: "8x*4x64", "(*32x64|512)"."""
+    return _product(resolve(axis), factor) or "1"
 
 
-def _product(axis: Axis, leaf: Factor) -> str:
+def _product(axis: Axis, factor: Factor) -> str:
     parts: list[str] = []
     plain = 1
-    for factor in axis:
-        text = _factor(factor, leaf)
+    for term in axis:
+        text = _factor(term, factor)
         if text:
             parts += [str(plain)] if plain > 1 else []
             parts.append(text)
             plain = 1
         else:
-            plain *= factor.size
+            plain *= term.size
     return "x".join([*parts, str(plain)] if plain > 1 else parts)
 
 
-def _factor(factor: "Factor | Cat", leaf: Factor) -> str:
-    """ "" if the leaf is not in it."""
-    if isinstance(factor, Factor):
-        return f"*{factor.size}" if factor is leaf else ""
-    texts = [_product(segment, leaf) or "1" for segment in map(resolve, factor.segments)]
+def _factor(term: "Factor | Cat", factor: Factor) -> str:
+    """ "" if the factor is not in it."""
+    if isinstance(term, Factor):
+        return f"*{term.size}" if term is factor else ""
+    texts = [_product(segment, factor) or "1" for segment in map(resolve, term.segments)]
     return f"({'|'.join(texts)})" if any("*" in text for text in texts) else ""

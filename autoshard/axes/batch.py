@@ -1,51 +1,52 @@
-"""The batch among the axes of a whole run: which inputs and outputs have its leaf, and what works along it.
+"""The batch among the axes of a whole run: which inputs and outputs have its factor, and what works along it.
 
-    ids [2 = b, 8] ─▶ embedding ─▶ [b, 8, 64] ─▶ … ─▶ logits [b, 8, 300]         a leaf b, from an input to an output
+    ids [2 = b, 8] ─▶ embedding ─▶ [b, 8, 64] ─▶ … ─▶ logits [b, 8, 300]         a factor b, from an input to an output
 
-One walk over all ops of a graph that was captured with `composite=True`. An op that blocks the leaf need not mix rows
+One walk over all ops of a graph that was captured with `composite=True`. An op that blocks the factor need not mix rows
 (a sort by expert that is undone behind it): that is for `check.independence` to say.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autoshard.axes.axis import Factor, describe, leaves, resolve
+from autoshard.axes.axis import Factor, describe, factors_of, resolve
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """One leaf of an input, followed through the run.
+    """One factor of an input, followed through the run.
 
     Attributes:
-        inputs, outputs: (place in `graph.inputs` or `graph.outputs`, dimension, axis with the leaf starred).
-        parameter: a parameter or buffer that has the leaf, "" if none does.
-        blocked: whether something works along it: orders it, picks from it, mixes it.
+        inputs, outputs: (place in `graph.inputs` or `graph.outputs`, dimension, axis with the factor starred).
+        parameter: a parameter or buffer that has the factor, "" if none does.
+        unshardable: whether something works along it: orders it, picks from it, mixes it.
     """
 
-    leaf: Factor
+    factor: Factor
     inputs: tuple[tuple[int, int, str], ...]
     outputs: tuple[tuple[int, int, str], ...]
     parameter: str
-    blocked: bool
+    unshardable: bool
 
 
 def follow(walk: AxisWalk, value: int, dim: int) -> Rows | None:
-    """Follow the major leaf of a dimension of a value; None where there is none, as in one of size 1, or of which some
-    op took the first rows."""
+    """Follow the major factor of a dimension of a value.
+
+    None where there is none, as in one of size 1, or of which some op took the first rows.
+    """
     axes = walk.axes.get(value, ())
     factor = next(iter(resolve(axes[dim])), None) if dim < len(axes) else None
-    leaf = factor if isinstance(factor, Factor) else None
-    if leaf is None:
+    if not isinstance(factor, Factor):
         return None
     graph = walk.graph
     return Rows(
-        leaf=leaf,
-        inputs=tuple(_found(walk, graph.inputs, leaf)),
-        outputs=tuple(_found(walk, graph.outputs, leaf)),
-        parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, leaf)), ""),
-        blocked=any(leaf in leaves(axis) and not _is_loss(graph, op) for op, axis in walk.blocks),
+        factor=factor,
+        inputs=tuple(_found(walk, graph.inputs, factor)),
+        outputs=tuple(_found(walk, graph.outputs, factor)),
+        parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, factor)), ""),
+        unshardable=any(factor in factors_of(axis) and not _is_loss(graph, op) for op, axis in walk.blocks),
     )
 
 
@@ -53,7 +54,7 @@ def _is_loss(graph: ModelGraph, op: int) -> bool:
     return name_of(graph.ops[op]).startswith(("cross_entropy_loss", "nll_loss"))
 
 
-def _found(walk: AxisWalk, values: Sequence[int], leaf: Factor) -> Iterator[tuple[int, int, str]]:
+def _found(walk: AxisWalk, values: Sequence[int], factor: Factor) -> Iterator[tuple[int, int, str]]:
     for place, value in enumerate(values):
-        for dim in walk.cut_dims(value, leaf):
-            yield place, dim, describe(walk.axes[value][dim], leaf)
+        for dim in walk.cut_dims(value, factor):
+            yield place, dim, describe(walk.axes[value][dim], factor)

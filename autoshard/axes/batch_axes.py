@@ -6,7 +6,18 @@ from typing import Any, Literal
 
 import torch
 
-from autoshard.axes.axis import Axis, Cat, Factor, covers, fresh, leaves, local_size, lose, resolve, times
+from autoshard.axes.axis import (
+    Axis,
+    Cat,
+    Factor,
+    covers,
+    factors_of,
+    fresh,
+    local_size,
+    make_unshardable,
+    resolve,
+    times,
+)
 from autoshard.axes.batch_rules import TABLE
 from autoshard.axes.contents import Contents, paired
 from autoshard.axes.given import literals, plain
@@ -37,16 +48,19 @@ class _Axes(AxisWalk):
         for axis in axes:
             if axis:
                 self.blocks.append((self._op, axis))
-                lose(tuple(leaf for leaf in leaves(axis) if leaf.rigid), f"{self.why}: {what}")
+                make_unshardable(tuple(factor for factor in factors_of(axis) if factor.rigid), f"{self.why}: {what}")
 
     def run(self, op: Op) -> None:
         AxisWalk.run(self, op)
-        blocked = {leaf for _, axis in self.blocks for leaf in leaves(axis) if not leaf.rigid}
-        for value in op.outputs if blocked else ():
+        unshardable = {factor for _, axis in self.blocks for factor in factors_of(axis) if not factor.rigid}
+        for value in op.outputs if unshardable else ():
             if value in op.inputs:
-                lose(tuple(leaf for axis in self.axes[value] for leaf in leaves(axis) if leaf in blocked), self.why)
+                make_unshardable(
+                    tuple(factor for axis in self.axes[value] for factor in factors_of(axis) if factor in unshardable),
+                    self.why,
+                )
             else:
-                self.axes[value] = tuple(_without(axis, blocked, self.why) for axis in self.axes[value])
+                self.axes[value] = tuple(_without(axis, unshardable, self.why) for axis in self.axes[value])
 
     def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
         numbers = [contents.of(index.value) for contents in self.contents]
@@ -112,7 +126,7 @@ class BatchAxes:
 
     def is_same_along(self, value: int, dim: int) -> bool:
         """Whether a value that depends on no sample is the same everywhere along a dimension."""
-        return all(isinstance(factor, Factor) and not factor.lost for factor in self.axes(value)[dim])
+        return all(isinstance(term, Factor) and not term.unshardable for term in self.axes(value)[dim])
 
     def resized(self, op: Op) -> bool:
         """Whether the numbers among the arguments of an op are others for a larger batch."""
@@ -122,7 +136,7 @@ class BatchAxes:
         row = self.graph.values[value]
         made = tuple(fresh(size) for size in row.shape)
         for axis in made:
-            lose(axis, "it comes from outside")
+            make_unshardable(axis, "it comes from outside")
         self.walk.axes[value] = made
         mine, its = self.contents[0].literals.get(value), self._others.get(value)
         same = mine is None or its is None or torch.equal(mine, its)
@@ -134,9 +148,9 @@ class BatchAxes:
     def mixes(self, act: Callable[[], None]) -> bool:
         """Whether something that is done to axes mixes samples, or entries."""
         act()
-        found = any(leaf.lost for leaf in self.rigid)
-        for leaf in self.rigid:
-            leaf.lost = ""
+        found = any(factor.unshardable for factor in self.rigid)
+        for factor in self.rigid:
+            factor.unshardable = ""
         return found
 
     def made(self, of_samples: bool, value: int) -> State:
@@ -150,16 +164,16 @@ class BatchAxes:
         return "shared" if not of_samples else "apart" if found == 1 else "mixed"
 
 
-def _without(axis: Axis, blocked: Collection[Factor], why: str) -> Axis:
-    """The axis with lost leaves in place of some."""
+def _without(axis: Axis, unshardable: Collection[Factor], why: str) -> Axis:
+    """The axis with factors that can't be cut in place of some."""
     made: list[Factor | Cat] = []
-    for factor in resolve(axis):
-        if isinstance(factor, Cat):
-            factor = Cat(_without(segment, blocked, why) for segment in factor.segments)
-        elif factor in blocked:
-            factor = Factor(factor.size)
-            lose((factor,), why)
-        made.append(factor)
+    for term in resolve(axis):
+        if isinstance(term, Cat):
+            term = Cat(_without(segment, unshardable, why) for segment in term.segments)
+        elif term in unshardable:
+            term = Factor(term.size)
+            make_unshardable((term,), why)
+        made.append(term)
     return tuple(made)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Cat, Factor, fresh, lose
+from autoshard.axes.axis import Axis, Cat, Factor, fresh, make_unshardable
 from autoshard.axes.reshaping import RESHAPES, constant
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
 from autoshard.plan.sharding import Product, parse_axis
@@ -110,20 +110,20 @@ TABLE: Mapping[Any, Rule] = {
 }
 
 
-def axis_of(text: str, leaf: Factor) -> Axis:
-    """The axis that a plan writes "2x*8x3" or "(*8x2|*8)": the starred factors are the leaf, all others are lost."""
-    return _made(parse_axis(text), leaf)
+def axis_of(text: str, starred: Factor) -> Axis:
+    """The axis that a plan writes "2x*8x3" or "(*8x2|*8)", with `starred` at the stars; all else can't be cut."""
+    return _made(parse_axis(text), starred)
 
 
-def _made(product: Product, leaf: Factor) -> Axis:
+def _made(product: Product, starred: Factor) -> Axis:
     made: list[Factor | Cat] = []
-    for factor in product:
-        if isinstance(factor, tuple):
-            made.append(Cat(_made(part, leaf) for part in factor))
-        elif factor < 0:
-            made.append(leaf)
+    for term in product:
+        if isinstance(term, tuple):
+            made.append(Cat(_made(part, starred) for part in term))
+        elif term < 0:
+            made.append(starred)
         else:
-            other = fresh(factor)
-            lose(other, "it is no dimension of the batch")
+            other = fresh(term)
+            make_unshardable(other, "it is no dimension of the batch")
             made += other
     return tuple(made)

@@ -4,9 +4,9 @@
 
 A tensor with the factor has it once, and each slice depends on that sample alone. What an op does along it (`block`,
 `contract`, a part of it, a pairing with what differs from place to place) mixes samples, and what is made of that is
-mixed. All other axes from outside are lost: of a tensor without samples, an axis that is not lost is one along which it
-is the same everywhere. Two runs of the same ops are followed, of which one has more samples: sizes tell in both whether
-the factor is where it is said to be. No value of a weight, a buffer or an activation is asked.
+mixed. All other axes from outside are unshardable: of a tensor without samples, an axis that is not unshardable is one
+along which it is the same everywhere. Two runs of the same ops are followed, of which one has more samples: sizes tell
+in both whether the factor is where it is said to be. No value of a weight, a buffer or an activation is asked.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, Cat, Factor, leaves, local_size, lose, size_of, times
+from autoshard.axes.axis import Axis, Cat, Factor, factors_of, local_size, make_unshardable, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_merges import Merges
 from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED
@@ -101,13 +101,13 @@ class BatchWalk(BatchAxes):
     def _works_on_all(self, op: Op) -> bool:
         """Whether an op works along a dimension that is longer for a larger batch, or sums over the batch."""
         acted = [axis for _, axis in self.walk.blocks] + [one.axis for one in self.walk.contractions]
-        touched = {leaf for axis in acted for leaf in leaves(axis)}
+        touched = {factor for axis in acted for factor in factors_of(axis)}
         longer = {
-            leaf
+            factor
             for value in op.inputs if value in self.counts
             for axis, more in zip(self.axes(value), self.counts[value], strict=True)
             if more and not times(axis)
-            for leaf in leaves(axis)
+            for factor in factors_of(axis)
         }  # fmt: skip
         return not touched.isdisjoint({*self.rigid, *longer})
 
@@ -187,14 +187,14 @@ class BatchWalk(BatchAxes):
         depends = state != "shared" or any(self.state(one) != "shared" for one in op.inputs if one != value)
         if graph.storages[storage].kind in ("parameter", "buffer", "input") and depends:
             self.written.append((op.index, value))
-        mine = {leaf for axis in self.axes(value) for leaf in leaves(axis)}
+        mine = {factor for axis in self.axes(value) for factor in factors_of(axis)}
         for other in self._sharing.get(storage, ()):
             if other == value or graph.values[other].died <= op.index:
                 continue
             for axis in self.axes(other):
-                for leaf in leaves(axis):
-                    if leaf not in mine and not leaf.rigid:
-                        lose((leaf,), "a part of it is written")
+                for factor in factors_of(axis):
+                    if factor not in mine and not factor.rigid:
+                        make_unshardable((factor,), "a part of it is written")
             if state == "mixed" or (state == "apart" and self.made(True, other) == "mixed"):
                 self._states[other] = "mixed"
                 self.cause.setdefault(other, self.cause.get(value, op.index))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from autoshard.axes.axis import Axis, Factor, describe, fresh, leaves, lose
+from autoshard.axes.axis import Axis, Factor, describe, factors_of, fresh, make_unshardable
 from autoshard.axes.given import arguments_of, computed, literals, written_storages
 from autoshard.axes.reshaping import PARTS
 from autoshard.capture.graph import ModelGraph, Op, name_of
@@ -87,26 +87,31 @@ def paired(
 
     `axis`: what is picked from; `numbers`: the index in two runs, of as many samples of the `batch` as `rows` says.
     """
-    rigid = [leaf for leaf in leaves(axis) if leaf.rigid]
-    leaf = rigid[0] if rigid else axis[0] if len(axis) == 1 else None
-    if not isinstance(leaf, Factor) or leaf.size != rows[0] or leaf.lost or (rigid and leaf is not batch):
+    rigid = [factor for factor in factors_of(axis) if factor.rigid]
+    factor = rigid[0] if rigid else axis[0] if len(axis) == 1 else None
+    if (
+        not isinstance(factor, Factor)
+        or factor.size != rows[0]
+        or factor.unshardable
+        or (rigid and factor is not batch)
+    ):
         return None
-    ways = []
+    repeats = []
     for index, count in zip(numbers, rows, strict=True):
-        owner = torch.from_numpy(coordinates_of(with_rows(describe(axis, leaf), count)).copy())
+        owner = torch.from_numpy(coordinates_of(with_rows(describe(axis, factor), count)).copy())
         if index is None or index.dtype is torch.bool or index.is_floating_point() or not index.numel():
             return None
         if int(index.max()) >= len(owner) or int(index.min()) < -len(owner):
             return None
-        ways.append(_repeats(owner[index.long()], count))
-    if ways[0] is None or ways[0] != ways[1]:
+        repeats.append(_repeats(owner[index.long()], count))
+    if repeats[0] is None or repeats[0] != repeats[1]:
         return None
-    at, major, minor = ways[0]
+    at, major, minor = repeats[0]
     assert numbers[0] is not None
     made = [fresh(size) for size in numbers[0].shape]
     before, after = fresh(major), fresh(minor)
-    lose((*before, *after), "picked by index")
-    made[at] = (*before, leaf, *after)
+    make_unshardable((*before, *after), "picked by index")
+    made[at] = (*before, factor, *after)
     return made
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, Factor, covers, fresh, leaves, lose, reshape, size_of, times
+from autoshard.axes.axis import Axis, Factor, covers, factors_of, fresh, make_unshardable, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.given import arguments_of, plain, written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
@@ -50,14 +50,14 @@ class Selection:
     """Entries that were made of elements.
 
     Attributes:
-        op: what made them; `leaf`: the factor that they are.
+        op: what made them; `factor`: the factor that they are.
         axes: of what they were made of: tokens that were sorted, or a mask.
         keys: the value by which they are sorted in ascending order, -1 if they are not.
         mask: the value that chooses them, -1 where all tokens are sorted.
     """
 
     op: int
-    leaf: Factor
+    factor: Factor
     axes: Axes
     keys: int = -1
     mask: int = -1
@@ -65,7 +65,7 @@ class Selection:
     @property
     def count(self) -> int:
         """How many entries there are."""
-        return self.leaf.size
+        return self.factor.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,17 +125,17 @@ class Entries:
 
     def _select(self, op: Op, count: int, axes: Axes, keys: int = -1, mask: int = -1) -> Selection:
         """Entries that an op makes of elements."""
-        selection = Selection(op=op.index, leaf=Factor(count, rigid=True), axes=axes, keys=keys, mask=mask)
-        self._selections[selection.leaf] = selection
-        self.walk.rigid.append(selection.leaf)
+        selection = Selection(op=op.index, factor=Factor(count, rigid=True), axes=axes, keys=keys, mask=mask)
+        self._selections[selection.factor] = selection
+        self.walk.rigid.append(selection.factor)
         return selection
 
     def made_by(self, value: int) -> int:
         """The op that made the entries of a tensor that nothing has mixed, -1 if it has none."""
         if self.walk.state(value) != "apart":
             return -1
-        found = (leaf for axis in self.walk.axes(value) for leaf in leaves(axis))
-        return next((self._selections[leaf].op for leaf in found if leaf in self._selections), -1)
+        found = (factor for axis in self.walk.axes(value) for factor in factors_of(axis))
+        return next((self._selections[factor].op for factor in found if factor in self._selections), -1)
 
     def forget(self, op: Op) -> None:
         """Nothing more is known of what an op writes into."""
@@ -169,15 +169,15 @@ class Entries:
 
     def _entries(self, value: int, selection: Selection, at: int = 0) -> State:
         """Give a result the entries along one dimension."""
-        self._give(value, {at: (selection.leaf,)})
+        self._give(value, {at: (selection.factor,)})
         return "apart"
 
     def _give(self, value: int, known: Mapping[int, Axis]) -> None:
-        """Give a result some axes; the others are lost."""
+        """Give a result some axes; the others can't be cut."""
         made = [known.get(dim, fresh(size)) for dim, size in enumerate(self.walk.graph.values[value].shape)]
         for dim, axis in enumerate(made):
             if dim not in known:
-                lose(axis, "entries")
+                make_unshardable(axis, "entries")
         self.walk.walk.axes[value] = tuple(made)
 
     def _found(self, op: Op, name: str) -> list[State] | None:
@@ -413,8 +413,8 @@ class Entries:
         axes = self.walk.axes(value)
         if self.walk.state(value) != "apart" or not axes or len(axes[0]) != 1:
             return None
-        leaf = axes[0][0]
-        return self._selections.get(leaf) if isinstance(leaf, Factor) else None
+        factor = axes[0][0]
+        return self._selections.get(factor) if isinstance(factor, Factor) else None
 
 
 def _first_index(op: Op) -> bool:

@@ -1,11 +1,11 @@
-"""Axis groups: the leaves that can be cut, what is cut with each, and where its cut and uncut tensors meet."""
+"""Axis groups: the factors that can be cut, what is cut with each, and where its cut and uncut tensors meet."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from autoshard.axes.axis import Factor, covers, describe, leaves, local_size, times
-from autoshard.axes.places import Lookup, Places, Unplaceable
+from autoshard.axes.axis import Factor, covers, describe, factors_of, local_size, times
+from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
 from autoshard.axes.regions import Region, element_of, find_regions, leaf_modules, leaf_regions, shared_tensors
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, TensorInfo
@@ -27,7 +27,7 @@ class AxisGroup:
         reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block;
         added_bytes: of each rank, of what is gathered to be added up.
         conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
-        leaf: the leaf itself, and `walk` the analysis it is from; for checks made in the same process.
+        factor: the factor itself, and `walk` the analysis it is from; for checks made in the same process.
         ops: the ops of every block, in the order of `walked`, which are those that `walk` has.
     """
 
@@ -43,7 +43,7 @@ class AxisGroup:
     gathered_bytes: int
     added_bytes: int = 0
     conflicts: tuple[int, ...] = ()
-    leaf: Factor
+    factor: Factor
     walk: AxisWalk
     ops: tuple[tuple[int, ...], ...] = ()
     walked: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class AxisGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Blocked:
+class Unshardable:
     """A dimension of a parameter that can't be cut, and why: the op and the module that stand against it."""
 
     name: str
@@ -86,7 +86,7 @@ class AxisGroups:
     """What the axis analysis found in a model."""
 
     groups: tuple[AxisGroup, ...]
-    blocked: tuple[Blocked, ...]
+    unshardable: tuple[Unshardable, ...]
     regions: tuple[Region, ...]
 
 
@@ -100,18 +100,18 @@ def find_groups(graph: ModelGraph) -> AxisGroups:
     regions = find_regions(graph)
     shared = shared_tensors(graph, regions)
     groups: list[AxisGroup] = []
-    blocked: list[Blocked] = []
+    unshardable: list[Unshardable] = []
     for region in regions:
         found, refused = _groups_of(lookup, region, shared, len(groups))
         groups += found
-        blocked += refused
+        unshardable += refused
     alone: list[AxisGroup] = []
     touching = _touching(graph, groups)
     modules = leaf_regions(graph, {path for path, indices in touching.items() if indices})
     shared = shared_tensors(graph, modules)
     for region in modules:
         alone += _groups_of(lookup, region, shared, len(groups) + len(alone))[0]
-    return AxisGroups(groups=_excluding(groups, alone, touching), blocked=tuple(blocked), regions=regions)
+    return AxisGroups(groups=_excluding(groups, alone, touching), unshardable=tuple(unshardable), regions=regions)
 
 
 def group_of(found: AxisGroups, cut: Cut) -> AxisGroup | None:
@@ -165,7 +165,7 @@ def _touching(graph: ModelGraph, groups: list[AxisGroup]) -> dict[str, frozenset
                 for group in of_block.get(block, ())
                 for call, values in rows
                 if not group.walk.ops.isdisjoint(range(call.begin, call.end))
-                and any(group.walk.cut_dims(value, group.leaf) for value in values)
+                and any(group.walk.cut_dims(value, group.factor) for value in values)
             )
     return {path: found[place] for path, (_, place) in places.items()}
 
@@ -187,8 +187,8 @@ def _touched(graph: ModelGraph, call: Call) -> Iterator[int]:
 
 def _groups_of(
     lookup: Lookup, region: Region, shared: frozenset[int], first: int
-) -> tuple[list[AxisGroup], list[Blocked]]:
-    """The groups of one region, numbered from `first`, and what is blocked in it."""
+) -> tuple[list[AxisGroup], list[Unshardable]]:
+    """The groups of one region, numbered from `first`, and what can't be cut in it."""
     graph = lookup.graph
     walk = walk_over(graph, (graph.ops[index] for index in region.ops))
     named = [tensor for tensor in graph.tensors if tensor.value in walk.axes]
@@ -200,86 +200,88 @@ def _groups_of(
             walk.why = f"{tensor.name} is {'an output of the model' if handed_out else 'used in several places'}"
             walk.block(walk.axes[tensor.value])
     walk.resolve_all()
-    places = Places(lookup, region, walk, shared)
+    places = CommunicationPoints(lookup, region, walk, shared)
     reasons: dict[Factor, str] = {}
     made: list[AxisGroup] = []
-    for leaf in dict.fromkeys(leaf for tensor in tensors for axis in walk.axes[tensor.value] for leaf in leaves(axis)):
-        reasons[leaf] = leaf.lost or _refused(graph, walk, places, leaf)
-        if reasons[leaf] or leaf.size < 2:
+    for factor in dict.fromkeys(
+        factor for tensor in tensors for axis in walk.axes[tensor.value] for factor in factors_of(axis)
+    ):
+        reasons[factor] = factor.unshardable or _refused(graph, walk, places, factor)
+        if reasons[factor] or factor.size < 2:
             continue
-        members = [tensor for tensor in tensors if walk.cut_dims(tensor.value, leaf)]
+        members = [tensor for tensor in tensors if walk.cut_dims(tensor.value, factor)]
         if not any(tensor.kind == "parameter" and len(tensor.shape) > 1 for tensor in members):
             continue
         try:
-            actions, summed = places.actions(leaf)
+            actions, summed = places.actions(factor)
         except Unplaceable as error:
-            reasons[leaf] = str(error)
+            reasons[factor] = str(error)
             continue
-        reduced, added, gathered = places.sent_bytes(leaf)
+        reduced, added, gathered = places.sent_bytes(factor)
         made.append(
             AxisGroup(
                 index=first + len(made),
                 blocks=region.paths,
-                size=leaf.size,
-                shards=tuple(_shards(walk, region, members, leaf)),
+                size=factor.size,
+                shards=tuple(_shards(walk, region, members, factor)),
                 actions=actions,
                 summed=summed,
-                nbytes=sum(_cut_bytes(walk, tensor, leaf) for tensor in members if tensor.kind == "parameter"),
-                flops=sum(graph.ops[op].flops for op in region.ops if walk.works_on(op, leaf)),
+                nbytes=sum(_cut_bytes(walk, tensor, factor) for tensor in members if tensor.kind == "parameter"),
+                flops=sum(graph.ops[op].flops for op in region.ops if walk.works_on(op, factor)),
                 reduced_bytes=reduced,
                 gathered_bytes=gathered,
                 added_bytes=added,
-                leaf=leaf,
+                factor=factor,
                 walk=walk,
                 ops=region.each,
                 walked=region.each[0],
             )
         )
-    return _with_conflicts(made, walk), list(_blocked(walk, tensors, reasons))
+    return _with_conflicts(made, walk), list(_unshardable(walk, tensors, reasons))
 
 
-def _refused(graph: ModelGraph, walk: AxisWalk, places: Places, leaf: Factor) -> str:
-    """Why a leaf that no op blocks can't be cut all the same; "" if it can."""
+def _refused(graph: ModelGraph, walk: AxisWalk, places: CommunicationPoints, factor: Factor) -> str:
+    """Why a factor that no op blocks can't be cut all the same; "" if it can."""
     for contraction in walk.contractions:
-        if leaf in leaves(contraction.axis) and not covers(contraction.axis, leaf):
+        if factor in factors_of(contraction.axis) and not covers(contraction.axis, factor):
             return f"{places.where(contraction.op)} sums over more than it"
     for value, axes in walk.axes.items():
-        if sum(times(axis, leaf) for axis in axes) > 1:
+        if sum(times(axis, factor) for axis in axes) > 1:
             return f"a tensor of {places.where(graph.values[value].op)} would be cut twice"
-    if places.is_residual(leaf):
+    if places.is_residual(factor):
         return "it runs through the block from its input to its output"
     return ""
 
 
-def _shards(walk: AxisWalk, region: Region, members: list[TensorInfo], leaf: Factor) -> Iterator[Shard]:
+def _shards(walk: AxisWalk, region: Region, members: list[TensorInfo], factor: Factor) -> Iterator[Shard]:
     for tensor in members:
         name = relative(tensor.name, region.path)
-        for dim in walk.cut_dims(tensor.value, leaf):
-            yield Shard(name=name, dim=dim, axis=describe(walk.axes[tensor.value][dim], leaf))
+        for dim in walk.cut_dims(tensor.value, factor):
+            yield Shard(name=name, dim=dim, axis=describe(walk.axes[tensor.value][dim], factor))
 
 
-def _cut_bytes(walk: AxisWalk, tensor: TensorInfo, leaf: Factor) -> int:
-    (dim,) = walk.cut_dims(tensor.value, leaf)
+def _cut_bytes(walk: AxisWalk, tensor: TensorInfo, factor: Factor) -> int:
+    (dim,) = walk.cut_dims(tensor.value, factor)
     axis = walk.axes[tensor.value][dim]
-    part = tensor.shape[dim] - local_size(axis, {leaf: 0})
+    part = tensor.shape[dim] - local_size(axis, {factor: 0})
     return tensor.nbytes * part // max(1, tensor.shape[dim])
 
 
 def _with_conflicts(groups: list[AxisGroup], walk: AxisWalk) -> list[AxisGroup]:
     """Two groups conflict where both would cut one tensor."""
-    found: dict[Factor, set[int]] = {group.leaf: set() for group in groups}
-    index = {group.leaf: group.index for group in groups}
+    found: dict[Factor, set[int]] = {group.factor: set() for group in groups}
+    index = {group.factor: group.index for group in groups}
     for axes in walk.axes.values():
-        here = {leaf for axis in axes for leaf in leaves(axis) if leaf in found}
-        for leaf in here:
-            found[leaf].update(index[other] for other in here if other is not leaf)
-    return [dataclasses.replace(group, conflicts=tuple(sorted(found[group.leaf]))) for group in groups]
+        here = {factor for axis in axes for factor in factors_of(axis) if factor in found}
+        for factor in here:
+            found[factor].update(index[other] for other in here if other is not factor)
+    return [dataclasses.replace(group, conflicts=tuple(sorted(found[group.factor]))) for group in groups]
 
 
-def _blocked(walk: AxisWalk, tensors: list[TensorInfo], reasons: dict[Factor, str]) -> Iterator[Blocked]:
+def _unshardable(walk: AxisWalk, tensors: list[TensorInfo], reasons: dict[Factor, str]) -> Iterator[Unshardable]:
     for tensor in tensors:
         if tensor.kind == "parameter" and len(tensor.shape) > 1:
             for dim, axis in enumerate(walk.axes[tensor.value]):
-                why = [reasons[leaf] for leaf in leaves(axis) if reasons[leaf]]
+                why = [reasons[factor] for factor in factors_of(axis) if reasons[factor]]
                 if why:
-                    yield Blocked(name=tensor.name, dim=dim, reason=why[0])
+                    yield Unshardable(name=tensor.name, dim=dim, reason=why[0])

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import fresh, lose, times
+from autoshard.axes.axis import fresh, make_unshardable, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import COPIES
 from autoshard.axes.given import written_storages
@@ -87,7 +87,7 @@ class Hits:
             return None
         number = [fresh(size) for size in shape[: len(shape) - len(axes) + 1]]
         for axis in number:
-            lose(axis, "picked by its number")
+            make_unshardable(axis, "picked by its number")
         walk.walk.axes[made] = (*number, *axes[1:])
         return [walk.state(x)]
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from autoshard.axes.axis import Factor
+from autoshard.axes.communication import CommunicationPoints, Lookup
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
-from autoshard.axes.places import Lookup, Places
 from autoshard.axes.regions import CLASS_LOSS, OUTSIDE, Region
 from autoshard.axes.walk import walk_over
 from autoshard.capture.graph import Call, ModelGraph, Op, name_of
@@ -60,16 +60,16 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
     logits = calls[0].outputs[calls[0].output_paths.index(gathers[0].argument)]
     between, losses = _read(lookup, logits)
     moving = {logits, *(value for op in between for value in op.outputs)}
-    if not losses or not moving.isdisjoint({*graph.lasting} - {*graph.outputs}):
+    if not losses or not moving.isdisjoint({*graph.alive_after} - {*graph.outputs}):
         return None
     walk = walk_over(graph, between)
     axis = walk.of(logits)[dim]
-    leaf = axis[0] if len(axis) == 1 else None
-    if not isinstance(leaf, Factor) or leaf.lost or any(leaf in one.axis for one in walk.contractions):
+    factor = axis[0] if len(axis) == 1 else None
+    if not isinstance(factor, Factor) or factor.unshardable or any(factor in one.axis for one in walk.contractions):
         return None
     for op in losses:
         shape = graph.values[op.inputs[0]].shape
-        if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (leaf,) or not _is_plain(graph, op):
+        if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (factor,) or not _is_plain(graph, op):
             return None
     return CutLoss(call=calls[0], losses=tuple(op.index for op in losses))
 
@@ -106,7 +106,7 @@ def _spread(lookup: Lookup, group: AxisGroup, cut: Cut, loss: CutLoss) -> tuple[
 
     The cut alone where there is no such module.
     """
-    places = Places(lookup, Region(path=OUTSIDE, ops=(), paths=(OUTSIDE,)), group.walk, frozenset())
+    places = CommunicationPoints(lookup, Region(path=OUTSIDE, ops=(), paths=(OUTSIDE,)), group.walk, frozenset())
     found = [places.call_at("loss", op, f"*{group.size}") for op in loss.losses]
     action, *others = {replace(one, occurrence=-1, calls=0, line="") for one in found}
     if others or action.function != FUNCTION or action.module not in above(loss.call.path):

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from autoshard.axes.axis import Axis, cut, reshape
-from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, lost, pointwise, rule
+from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, pointwise, rule, unshardable
 
 # ---- sums and other reductions
 
@@ -175,7 +175,7 @@ def _matrices(walk: Context, *args: Any, **kwargs: Any) -> list[Sequence[Axis | 
 def _counted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     """How many elements there are of each kind; what it is made of can't be cut, nor can the kinds."""
     walk.block(x.axes, "counted along it")
-    return [lost(walk, walk.shapes[0])]
+    return [unshardable(walk, walk.shapes[0])]
 
 
 # ---- norms
@@ -264,5 +264,5 @@ rule(
 def _patches(walk: Context, x: Seen, kernel: Sequence[int], *args: Any) -> list[Sequence[Axis | None]]:
     """(..., channels, height, width) -> (..., channels x places of the kernel, positions of it)."""
     walk.block(x.axes[-2:], "windows slide along it")
-    places = lost(walk, (kernel[0] * kernel[1],))[0]
+    places = unshardable(walk, (kernel[0] * kernel[1],))[0]
     return [(*x.axes[:-3], (*x.axes[-3], *places), None)]

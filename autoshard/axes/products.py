@@ -5,7 +5,7 @@ from string import ascii_letters
 from typing import Any
 
 from autoshard.axes.axis import Axis, reshape, size_of
-from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, lost, rule
+from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, rule, unshardable
 
 
 @rule("linear")
@@ -20,8 +20,8 @@ def _linear(walk: Context, x: Seen, weight: Seen, bias: Seen | None = None) -> l
 @rule("bilinear")
 def _bilinear(walk: Context, x: Seen, y: Seen, weight: Seen, bias: Seen | None = None) -> list[Axes]:
     """Of the weight (made, summed with x, summed with y)."""
-    for factor, axis in zip((x, y), weight.axes[1:], strict=True):
-        walk.unify(factor.axes[-1], axis)
+    for term, axis in zip((x, y), weight.axes[1:], strict=True):
+        walk.unify(term.axes[-1], axis)
         walk.contract(axis, addend=bias)
     if bias is not None:
         walk.unify(bias.axes[0], weight.axes[0])
@@ -119,7 +119,7 @@ def _grouped(walk: Context, x: Seen, y: Seen, offsets: Seen | None = None, *args
     walk.block(offsets.axes if offsets is not None else (), "a group begins where the one before it ends")
     if len(x.shape) == len(y.shape) == 2:
         walk.block([x.axes[-1]], "is in groups")
-        return [(*lost(walk, walk.shapes[0][:1]), x.axes[0], y.axes[1])]
+        return [(*unshardable(walk, walk.shapes[0][:1]), x.axes[0], y.axes[1])]
     walk.contract(x.axes[-1])
     if len(x.shape) == len(y.shape):
         walk.unify(x.axes[0], y.axes[0])

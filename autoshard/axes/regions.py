@@ -34,7 +34,7 @@ class Region:
 
 def find_regions(graph: ModelGraph) -> tuple[Region, ...]:
     """Divide the forward ops of a graph into regions; equal ones appear once, with all their paths."""
-    return _alike(graph, _owners(graph, _elements(graph)))
+    return _isomorphic(graph, _owners(graph, _elements(graph)))
 
 
 def outside_ops(graph: ModelGraph, *, losses: bool = False) -> list[int]:
@@ -51,9 +51,9 @@ def leaf_regions(graph: ModelGraph, touched: Container[str] = ()) -> tuple[Regio
     the rest is apart from them.
     """
     numbered = _numbered(graph)
-    return _alike(graph, _owners(graph, leaf_modules(graph)), lambda path: (_place(path, numbered), path in touched))[
-        1:
-    ]
+    return _isomorphic(
+        graph, _owners(graph, leaf_modules(graph)), lambda path: (_place(path, numbered), path in touched)
+    )[1:]
 
 
 def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[int]:
@@ -75,11 +75,11 @@ def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[in
                 readers.setdefault(value, set()).add(owner[op.call])
 
     def is_shared(value: int, paths: set[str]) -> bool:
-        alike = {
+        isomorphic = {
             (place.get(path), *sorted(relative(name, path) for name in names[value] if is_below(name, path)))
             for path in paths
         }
-        return len(alike) > 1
+        return len(isomorphic) > 1
 
     return frozenset(value for value, paths in readers.items() if len(paths) > 1 and is_shared(value, paths))
 
@@ -127,7 +127,7 @@ def element_of(path: str, elements: Collection[str]) -> str:
     return next((one for one in (path, *above(path)) if one in elements), OUTSIDE)
 
 
-def _alike(
+def _isomorphic(
     graph: ModelGraph, owner: list[str], kind: Callable[[str], object] = lambda path: None
 ) -> tuple[Region, ...]:
     """The regions of an ownership, equal ones of one kind once; what is outside comes first."""
@@ -140,16 +140,16 @@ def _alike(
     names: dict[int, list[str]] = {}
     for tensor in graph.tensors:
         names.setdefault(tensor.value, []).append(tensor.name)
-    alike: dict[object, list[str]] = {}
+    isomorphic: dict[object, list[str]] = {}
     places = _places(graph, owner)
     for path, indices in ops.items():
         key = (kind(path), _signature(graph, path, indices, first[path], names), places.get(path)) if path else OUTSIDE
-        alike.setdefault(key, []).append(path)
+        isomorphic.setdefault(key, []).append(path)
     return tuple(
         Region(
             path=paths[0], ops=tuple(ops[paths[0]]), paths=tuple(paths), each=tuple(tuple(ops[path]) for path in paths)
         )
-        for paths in alike.values()
+        for paths in isomorphic.values()
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, concatenate, cut, every, fresh, leaves, reshape, size_of
-from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, lost, names, rule
+from autoshard.axes.axis import Axis, concatenate, cut, every, factors_of, fresh, reshape, size_of
+from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, names, rule, unshardable
 
 # ---- the same elements in another shape
 
@@ -28,23 +28,23 @@ def reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | 
 def squeezed(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
     """A dimension that stays since it is longer would go where a rank has one slice of it: one with a single factor."""
     for d in dims_of(dim, len(x.shape)):
-        if x.shape and sum(1 for _ in leaves(x.axes[d])) == 1:
+        if x.shape and sum(1 for _ in factors_of(x.axes[d])) == 1:
             walk.block([x.axes[d]], "a share of 1 would be squeezed")
     return [tuple(reshape(x.axes, walk.shapes[0], walk.why))]
 
 
 @rule("pixel_shuffle")
-def _shuffled(walk: Context, x: Seen, factor: int) -> list[Axes]:
+def _shuffled(walk: Context, x: Seen, term: int) -> list[Axes]:
     """(channels x factor x factor, height, width) -> (channels, height x factor, width x factor)."""
-    channels, height, width = reshape([x.axes[-3]], [x.shape[-3] // factor**2, factor, factor], walk.why)
+    channels, height, width = reshape([x.axes[-3]], [x.shape[-3] // term**2, term, term], walk.why)
     walk.block([height, width], "one number says how much both are")
     return [(*x.axes[:-3], channels, (*x.axes[-2], *height), (*x.axes[-1], *width))]
 
 
 @rule("pixel_unshuffle")
-def _unshuffled(walk: Context, x: Seen, factor: int) -> list[Axes]:
-    height, down = reshape([x.axes[-2]], [x.shape[-2] // factor, factor], walk.why)
-    width, right = reshape([x.axes[-1]], [x.shape[-1] // factor, factor], walk.why)
+def _unshuffled(walk: Context, x: Seen, term: int) -> list[Axes]:
+    height, down = reshape([x.axes[-2]], [x.shape[-2] // term, term], walk.why)
+    width, right = reshape([x.axes[-1]], [x.shape[-1] // term, term], walk.why)
     walk.block([down, right], "one number says how much both are")
     return [(*x.axes[:-3], (*x.axes[-3], *down, *right), height, width)]
 
@@ -204,10 +204,10 @@ def _pad(walk: Context, x: Seen, amounts: Sequence[int], mode: Any = "constant",
             continue
         if isinstance(mode, str) and mode != "constant":  # `constant_pad_nd` has the constant there
             walk.block([axes[d]], "padded with its own elements")
-            axes[d] = lost(walk, (x.shape[d] + before + after,))[0]
+            axes[d] = unshardable(walk, (x.shape[d] + before + after,))[0]
             continue
         axis = _sliced(walk, x, d, max(0, -before), x.shape[d] + min(0, after))[d]
-        axes[d] = concatenate([lost(walk, (max(0, before),))[0], axis, lost(walk, (max(0, after),))[0]])
+        axes[d] = concatenate([unshardable(walk, (max(0, before),))[0], axis, unshardable(walk, (max(0, after),))[0]])
     return [tuple(axes)]
 
 
@@ -235,7 +235,7 @@ def _index(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> list[Axes]
 
 
 def _picked(walk: Context, x: Seen, indices: Sequence[Seen | None]) -> Axes | None:
-    """x[:, i, :]: indexed dimensions are blocked, the others pass; the indices broadcast where the first one stands.
+    """x[:, i, :]: indexed dimensions can't be cut, the others pass; the indices broadcast where the first one stands.
 
     None for a mask: it takes several dimensions, and as many rows as it likes.
     """

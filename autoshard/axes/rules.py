@@ -2,9 +2,9 @@
 
 A rule gets the walk and the op's arguments, tensors as `Seen`, and returns the axes of every tensor it makes, with None
 for a dimension that can't be cut. On the way it unifies axes that are paired element by element, marks those that are
-summed over (`contract`), notes random masks (`draw`) and blocks those along which the op mixes or orders elements. A
-rule that returns None in place of all, like an op without a rule, blocks everything: unknown means replicated, never
-wrong.
+summed over (`contract`), notes random masks (`note_random_call`) and blocks those along which the op mixes or orders
+elements. A rule that returns None in place of all, like an op without a rule, blocks everything:
+unknown means replicated, never wrong.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -54,7 +54,7 @@ class Context(Protocol):
 
     def lookup(self, axis: Axis) -> None: ...
 
-    def draw(self, x: Seen) -> None: ...
+    def note_random_call(self, x: Seen) -> None: ...
 
     def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None: ...
 
@@ -96,10 +96,10 @@ def unknown(walk: Context, inputs: Iterable[Seen], shapes: Iterable[tuple[int, .
     """What is done for an op without a rule: nothing that it reads or makes can be cut."""
     for seen in inputs:
         walk.block(seen.axes, "how it could be cut is not known")
-    return [lost(walk, shape) for shape in shapes]
+    return [unshardable(walk, shape) for shape in shapes]
 
 
-def lost(walk: Context, shape: Iterable[int]) -> Axes:
+def unshardable(walk: Context, shape: Iterable[int]) -> Axes:
     """Axes of a tensor that can't be cut."""
     axes = tuple(fresh(size) for size in shape)
     walk.block(axes)
@@ -194,7 +194,7 @@ def same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
 def dropout(walk: Context, x: Seen, p: float, train: bool) -> list[Axes]:
     """The mask is drawn for all of the tensor at once."""
     if train and p:
-        walk.draw(x)
+        walk.note_random_call(x)
     return [x.axes]
 
 

@@ -10,7 +10,7 @@ other dimensions. What is taken at these places alone is such a tensor.
 
 from dataclasses import dataclass
 
-from autoshard.axes.axis import fresh, lose
+from autoshard.axes.axis import fresh, make_unshardable
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of
@@ -98,6 +98,6 @@ class SamePlaces:
         axes = [fresh(size) for size in values[made].shape]
         for axis, more in zip(axes, self.walk.longer(made), strict=True):
             if not more:
-                lose(axis, "taken at places that are the same for all samples")
+                make_unshardable(axis, "taken at places that are the same for all samples")
         self.walk.walk.axes[made] = tuple(axes)
         return ["shared"]

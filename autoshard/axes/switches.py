@@ -17,7 +17,7 @@ import torch
 from autoshard.axes.given import arguments_of, computed, literals, origin, plain
 from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.capture.call_log import Reading, Ref
+from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
@@ -28,7 +28,7 @@ Fact = tuple[Any, bool | int]
 """A value, by what computes it, and what all of its elements are: true, false, or a number."""
 
 
-def read_values(reading: Reading) -> list[int]:
+def read_values(reading: ValueGuard) -> list[int]:
     """The values that Python read."""
     return [item.value for item in reading.args if isinstance(item, Ref)]
 
@@ -98,13 +98,13 @@ class Numbering:
                     made[value] = self._number(("unknown", object()))
             return made[value]
 
-        draws = 0
+        is_random = 0
         for op in graph.ops:
             if op.index in without:
                 continue
             given = [number(value) for value in op.inputs]
-            draws += _draws(op)
-            self._op(graph, op, given, made, facts, draws)
+            is_random += _is_random(op)
+            self._op(graph, op, given, made, facts, is_random)
             for value in op.outputs:
                 if hits and value in hits:
                     made[value] = self._number(("hit", number(hits[value].mask), hits[value].number))
@@ -172,7 +172,7 @@ class Numbering:
         given: list[int],
         made: dict[int, int],
         facts: Mapping[Any, bool | int],
-        draws: int,
+        is_random: int,
     ) -> None:
         before = dict(zip(op.inputs, given, strict=True))
         if op.mutates:
@@ -197,8 +197,8 @@ class Numbering:
                 self._structure[graph, value] = self._keys[simple]
                 continue
             key: Any = simple if simple is not None else (_named(op), tuple(given), _arguments(op))
-            if _draws(op):
-                key = (key, "drawn", draws)
+            if _is_random(op):
+                key = (key, "drawn", is_random)
             made[value] = self._known((key, place), graph, value, facts)
 
     def _computed(self, op: Op, given: Sequence[int], place: int, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -221,10 +221,10 @@ class Numbering:
             rows, columns = hidden.shape[-2:]
             causal = torch.ones(rows, columns, dtype=torch.bool).tril().logical_not()
             none = not bool(hidden.any())
-            blocked = tables[3].dtype is torch.bool or bool(
+            unshardable = tables[3].dtype is torch.bool or bool(
                 (tables[3][hidden] <= torch.finfo(tables[3].dtype).min).all()
             )
-            if not none and not (rows == columns and blocked and bool((hidden == causal).all())):
+            if not none and not (rows == columns and unshardable and bool((hidden == causal).all())):
                 return None
             if _attention(op)["is_causal"]:
                 return None
@@ -235,7 +235,7 @@ class Numbering:
             return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
         if name in ("reshape", "view", "_unsafe_view", "flatten"):
             return self._repeated(graph, op, given[0]) or self._viewed(graph, op, given[0])
-        if name == "dropout" and not _draws(op):
+        if name == "dropout" and not _is_random(op):
             return given[0]
         if name == "baddbmm" and _is_zero(tables[0]) and not op.node.kwargs:
             return "aten.bmm.default", tuple(given[1:]), ("Ellipsis", "Ellipsis")
@@ -328,7 +328,7 @@ def _is_zero(table: torch.Tensor | None) -> bool:
     return table is not None and not bool(table.any())
 
 
-def _draws(op: Op) -> bool:
+def _is_random(op: Op) -> bool:
     """Whether an op draws random numbers, or may."""
     if not isinstance(op.target, OpOverload):
         return True

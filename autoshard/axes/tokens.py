@@ -16,10 +16,10 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoshard.axes.axis import Factor, leaves, resolve
+from autoshard.axes.axis import Factor, factors_of, resolve
+from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
 from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
-from autoshard.axes.places import Lookup, Places, Unplaceable
 from autoshard.axes.regions import OUTSIDE, Region, element_of, find_regions
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
@@ -66,7 +66,7 @@ class _Stream:
     given: int
     made: int
     dim: int
-    leaf: Factor
+    factor: Factor
 
 
 def _divided(
@@ -120,10 +120,10 @@ def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:
 
     `graph`, `rank`: the model as it is, and as a rank runs it, recorded alike. Sizes of shapes may differ.
     """
-    pairs = list(zip(graph.ops, [op for op in rank.ops if op.index not in rank.aside], strict=False))
+    pairs = list(zip(graph.ops, [op for op in rank.ops if op.index not in rank.added_ops], strict=False))
     names = [(name_of(a), name_of(b)) for a, b in pairs]
     other = next((a for (a, _), (x, y) in zip(pairs, names, strict=True) if x != y), None)
-    if other is not None or len(graph.ops) != len(rank.ops) - len(rank.aside):
+    if other is not None or len(graph.ops) != len(rank.ops) - len(rank.added_ops):
         where = graph.calls[other.call].path if other is not None else "the model"
         return f"{where} runs other ops for a part of the tokens"
     for a, b in pairs:
@@ -145,9 +145,9 @@ def _streams(graph: ModelGraph, region: Region, walk: AxisWalk, degree: int) -> 
                 continue
             for dim in range(len(shapes[0]) - 2, 0, -1):
                 axes = [resolve(walk.axes[value][dim]) for value in (given, made) if value in walk.axes]
-                leaf = axes[0][0] if len(axes) == 2 and axes[0] == axes[1] and len(axes[0]) == 1 else None
-                if isinstance(leaf, Factor) and leaf.size % degree == 0:
-                    yield _Stream(call=call, given=given, made=made, dim=dim, leaf=leaf)
+                factor = axes[0][0] if len(axes) == 2 and axes[0] == axes[1] and len(axes[0]) == 1 else None
+                if isinstance(factor, Factor) and factor.size % degree == 0:
+                    yield _Stream(call=call, given=given, made=made, dim=dim, factor=factor)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -184,11 +184,11 @@ class _Zone:
 
     def follow(self) -> bool:
         """Follow all ops of the block; False where its output is not divided, or it is not worth it."""
-        leaf = self.stream.leaf
+        factor = self.stream.factor
         self.divided[self.stream.given] = self.stream.dim
-        mixing = {op for op, axis in self.walk.blocks if leaf in leaves(axis)}
-        mixing |= {one.op for one in self.walk.contractions if leaf in leaves(one.axis)}
-        mixing |= {op for op, _ in self.walk.draws}
+        mixing = {op for op, axis in self.walk.blocks if factor in factors_of(axis)}
+        mixing |= {one.op for one in self.walk.contractions if factor in factors_of(one.axis)}
+        mixing |= {op for op, _ in self.walk.random_calls}
         mixing |= {index for index in self.region.ops if name_of(self.graph.ops[index]).startswith(_DRAWS)}
         partial, sums = self._cut_ops()
         carried: set[int] = set()
@@ -233,10 +233,12 @@ class _Zone:
         parts: set[int] = set()
         for group in self.groups:
             for one in group.walk.contractions:
-                if group.leaf in leaves(one.axis):
+                if group.factor in factors_of(one.axis):
                     sums[one.op] = one.addend
             parts |= {
-                value for value, axes in group.walk.axes.items() if any(group.leaf in leaves(axis) for axis in axes)
+                value
+                for value, axes in group.walk.axes.items()
+                if any(group.factor in factors_of(axis) for axis in axes)
             }
         found: set[int] = set()
         for index in self.region.ops:
@@ -248,9 +250,9 @@ class _Zone:
 
     def place(self, value: int) -> int:
         """The dimension that the ranks divide in pieces: the only one with tokens, its first factor; -1 for none."""
-        dims = self.walk.cut_dims(value, self.stream.leaf)
+        dims = self.walk.cut_dims(value, self.stream.factor)
         axis = resolve(self.walk.axes[value][dims[0]]) if len(dims) == 1 else ()
-        return dims[0] if axis[:1] == (self.stream.leaf,) else -1
+        return dims[0] if axis[:1] == (self.stream.factor,) else -1
 
     def _scatters(self, outputs: Sequence[int], addend: int) -> bool:
         """Note the results of a sum as divided, if they can be."""
@@ -264,10 +266,10 @@ class _Zone:
 
     def _carries_on(self, index: int) -> bool:
         """Note what an op makes of divided tokens as divided, if each token is its own business."""
-        op, leaf = self.graph.ops[index], self.stream.leaf
+        op, factor = self.graph.ops[index], self.stream.factor
         places = [self.place(value) for value in op.outputs]
         others = [value for value in dict.fromkeys(op.inputs) if value not in self.divided]
-        whole = [value for value in others if self.walk.cut_dims(value, leaf)]
+        whole = [value for value in others if self.walk.cut_dims(value, factor)]
         parameters = self._parameters(value for value in others if value in self.lookup.tensors)
         beside = any(self.place(value) < 0 or value in self.lookup.tensors for value in whole)
         if not places or min(places) < 0 or parameters is None or beside:
@@ -329,32 +331,32 @@ def _chains(graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream) 
 def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -> list[Cut]:
     """The cuts without the actions that are others now, and the cut of the tokens."""
     graph, stream, region, degree = zone.graph, zone.stream, zone.region, zone.degree
-    axis = f"*{degree}x{stream.leaf.size // degree}"
+    axis = f"*{degree}x{stream.factor.size // degree}"
     left = {cut: list(cut.actions) for cut in cuts}
     actions: list[Action] = []
     entered = {value for value in zone.collected if value in zone.lookup.differentiable}
     for group, cut in zip(zone.groups, cuts, strict=True):
-        places = Places(zone.lookup, region, group.walk, frozenset())
+        places = CommunicationPoints(zone.lookup, region, group.walk, frozenset())
         for index in sorted(zone.scattered):
-            for action in places.sum_at(group.leaf, index):
+            for action in places.sum_at(group.factor, index):
                 if action not in left[cut]:
                     raise Unplaceable("a sum is somewhere else")
                 left[cut].remove(action)
                 total = graph.ops[index].outputs[0]
                 dim, dims = zone.divided[total], len(graph.values[total].shape)
                 actions.append(replace(action, kind="scatter", dim=dim, dims=dims, axis=axis, gathered=False))
-        collected = {action for value in entered for action in places.entries_of(group.leaf, value)}
-        left[cut] = [action for action in left[cut] if action.kind != "enter" or action not in collected]
+        collected = {action for value in entered for action in places.entries_of(group.factor, value)}
+        left[cut] = [action for action in left[cut] if action.kind != "copy_to" or action not in collected]
         if any(action.kind == "restore" for action in left[cut]):
             raise Unplaceable("a block hands on what it is given")
-    places = Places(zone.lookup, region, zone.groups[0].walk if zone.groups else zone.walk, frozenset())
+    places = CommunicationPoints(zone.lookup, region, zone.groups[0].walk if zone.groups else zone.walk, frozenset())
     actions += [places.call_at("context", index, axis) for index in zone.attended]
     for value, readers in zone.collected.items():
         actions += places.entering_at("collect", value, readers, zone.divided[value], axis)
     for value, readers in zone.gathered.items():
         actions += places.entering_at("whole", value, readers, zone.divided[value], axis)
     for value, readers in zone.entered.items():
-        actions += places.entering_at("enter", value, readers, 0, "")
+        actions += places.entering_at("copy_to", value, readers, 0, "")
     for value, readers in zone.met.items():
         actions += places.entering_at("divide", value, readers, zone.place(value), axis)
     tokens = Cut(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Factor, fresh, leaves, lose, resolve, size_of, unify
+from autoshard.axes.axis import Axis, Factor, factors_of, fresh, make_unshardable, resolve, size_of, unify
 from autoshard.axes.rules import RULES, Axes, Seen
 from autoshard.capture.graph import ModelGraph, Op, name_of
 
@@ -30,8 +30,8 @@ class Contraction:
 class AxisWalk:
     """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
 
-    `table`: the rules; `ops`: those that were walked; `blocks`: axes that an op blocked; `draws`: ops that draw a
-    random mask, and the value that it is for.
+    `table`: the rules; `ops`: those that were walked; `blocks`: axes that an op blocked; `random_calls`:
+    ops that draw a random mask, and the value that it is for.
     """
 
     graph: ModelGraph
@@ -39,7 +39,7 @@ class AxisWalk:
     axes: dict[int, Axes] = field(default_factory=dict)
     contractions: list[Contraction] = field(default_factory=list)
     blocks: list[tuple[int, Axis]] = field(default_factory=list)
-    draws: list[tuple[int, int]] = field(default_factory=list)
+    random_calls: list[tuple[int, int]] = field(default_factory=list)
     ops: set[int] = field(default_factory=set)
     name: str = ""
     why: str = ""
@@ -59,7 +59,7 @@ class AxisWalk:
         for axis in axes:
             if axis:
                 self.blocks.append((self._op, axis))
-                lose(axis, f"{self.why}{': ' if what else ''}{what}")
+                make_unshardable(axis, f"{self.why}{': ' if what else ''}{what}")
 
     def contract(self, axis: Axis, *, mean: bool = False, addend: Seen | None = None) -> None:
         if axis:
@@ -70,8 +70,8 @@ class AxisWalk:
         if axis:
             self.contractions.append(Contraction(op=self._op, axis=axis, lookup=True))
 
-    def draw(self, x: Seen) -> None:
-        self.draws.append((self._op, x.value))
+    def note_random_call(self, x: Seen) -> None:
+        self.random_calls.append((self._op, x.value))
 
     def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
         """The axes of an index that picks every slice of a factor of `axis` where it is; None if that is unknown."""
@@ -112,7 +112,7 @@ class AxisWalk:
         for size, axis in zip(shape, axes, strict=True):
             if axis is None:
                 axis = fresh(size)
-                lose(axis, self.why)
+                make_unshardable(axis, self.why)
             made.append(axis)
         if value in self.axes:
             for old, new in zip(self.axes[value], made, strict=True):
@@ -120,14 +120,14 @@ class AxisWalk:
         else:
             self.axes[value] = tuple(made)
 
-    def cut_dims(self, value: int, leaf: Factor) -> list[int]:
-        """Dimensions of a value that have the leaf in them."""
-        return [dim for dim, axis in enumerate(self.axes.get(value, ())) if leaf in leaves(axis)]
+    def cut_dims(self, value: int, factor: Factor) -> list[int]:
+        """Dimensions of a value that have the factor in them."""
+        return [dim for dim, axis in enumerate(self.axes.get(value, ())) if factor in factors_of(axis)]
 
-    def works_on(self, op: int, leaf: Factor) -> bool:
-        """Whether an op reads or makes a tensor that has the leaf."""
+    def works_on(self, op: int, factor: Factor) -> bool:
+        """Whether an op reads or makes a tensor that has the factor."""
         row = self.graph.ops[op]
-        return any(self.cut_dims(value, leaf) for value in (*row.inputs, *row.outputs))
+        return any(self.cut_dims(value, factor) for value in (*row.inputs, *row.outputs))
 
     def resolve_all(self) -> None:
         """Replace all axes by what is known at the end."""

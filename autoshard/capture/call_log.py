@@ -74,7 +74,7 @@ class LoggedCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class ValueGuard:
     """Python took something out of tensors: `function(*args) == result`; op `begin` comes next, in call `row`.
 
     `assumed`: nothing was known, and this was taken to be so; then `function` is None. `guard`: an error is all that
@@ -130,7 +130,7 @@ class CallLog:
     def _start(self) -> None:
         self.calls: dict[int, LoggedCall] = {}
         self.functions: list[LoggedCall] = []
-        self.readings: list[Reading] = []
+        self.value_guards: list[ValueGuard] = []
         self.op_grad: list[bool] = []
         self.op_autocast: list[bool] = []
         self.drew = False
@@ -180,8 +180,8 @@ class CallLog:
         guard = asking() if isinstance(result, bool) else None
         if guard is not None and guard == self.failing:
             return not guard.passes
-        self.readings.append(
-            Reading(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
+        self.value_guards.append(
+            ValueGuard(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
         )
         return result
 
@@ -199,7 +199,7 @@ class CallLog:
     def assumed(self, what: str) -> None:
         """Something was taken to be so without knowing."""
         recorder = self._recorder
-        self.readings.append(Reading(row=recorder.calls.current, begin=recorder.log.now, assumed=what))
+        self.value_guards.append(ValueGuard(row=recorder.calls.current, begin=recorder.log.now, assumed=what))
 
     def let_go(self) -> None:
         """The run is over: keep none of its tensors, which objects among the arguments and outputs have by now."""

@@ -217,13 +217,13 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     clone = _tensor_bytes(run.model) <= REAL_BYTES
     if level == "real" and _without_values(run.model):
         raise CaptureError("the level 'real' needs a model with values: this one is on meta, or fake.")
-    ways: list[tuple[Decoding, Level]] = []
+    attempts: list[tuple[Decoding, Level]] = []
     if run.workload.new_tokens and not run.workload.training:
         # What `generate` does with the logits belongs to no module: who analyses ops has only those of forwards.
-        ways = [("step", level)] if run.composite else [("generate", level), ("step", level)]
+        attempts = [("step", level)] if run.composite else [("generate", level), ("step", level)]
         if level == "fake" and clone and not run.composite and not _without_values(run.model):
-            ways.insert(1, ("generate", "real"))  # a search among beams asks for values
-    for way, rung in ways:
+            attempts.insert(1, ("generate", "real"))  # a search among beams asks for values
+    for way, rung in attempts:
         try:
             return record(way, rung).with_notes((*notes, *assumed))
         except Exception as error:  # the forward alone may still be recorded; if not, that says why

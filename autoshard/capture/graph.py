@@ -199,7 +199,7 @@ class ModelGraph:
         sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
             ran ops, in order. A composite graph is for analysis; it is never executed.
         measured: in composite graphs, (value, call) where Python asked how large a tensor is.
-        lasting: values that ops made and that are there after the run, other than `gradients`: outputs, tables kept on
+        alive_after: values that ops made and that are there after the run, other than `gradients`: outputs, tables on
             attributes, the gradient of a leaf that the model made.
         kept: storages of what modules keep on attributes: in the long run there is one from the forward before.
         phases: (name, begin, end) ranges of ops, e.g. ("forward", 0, 900), ("backward", 900, 2100), ("decode", ...).
@@ -207,7 +207,7 @@ class ModelGraph:
         plain: (path, number or text) of what else than tensors the root returned in a forward.
         sealed: (path, class) of objects among its outputs in which tensors are that nobody can replace.
         model: a weak reference to the model.
-        aside: ops that ran where no torch function is overridden: what the runtime of a cut model adds to the model's.
+        added_ops: ops that ran where no torch function is overridden: what the runtime of a cut model adds.
     """
 
     fx_graph: torch.fx.Graph
@@ -231,11 +231,11 @@ class ModelGraph:
     functions: tuple[Function, ...] = ()
     sites: tuple[SiteCall, ...] = ()
     measured: frozenset[tuple[int, int]] = frozenset()
-    lasting: tuple[int, ...] = ()
+    alive_after: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
     plain: tuple[tuple[str, Any], ...] = ()
     sealed: tuple[tuple[str, str], ...] = ()
-    aside: frozenset[int] = frozenset()
+    added_ops: frozenset[int] = frozenset()
     model: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
@@ -273,23 +273,23 @@ class ModelGraph:
         return next((range(begin, end) for name, begin, end in self.phases if name == "context"), range(0))
 
     @property
-    def held(self) -> frozenset[int]:
-        """Values that the caller has when the run is over: inputs, `lasting` values, outputs and state still alive."""
+    def alive_at_end(self) -> frozenset[int]:
+        """Values that the caller has when the run is over: inputs, `alive_after`, outputs and state still alive."""
         end = len(self.ops)
         alive = (value for value in (*self.outputs, *self.state) if self.values[value].died >= end)
-        return frozenset([*self.inputs, *alive, *self.lasting])
+        return frozenset([*self.inputs, *alive, *self.alive_after])
 
     def lives(self) -> list[tuple[Storage, int, int]]:
         """(storage, born, died) of inputs and activations where nothing moves, in the long run.
 
         What the caller has dies after the last op; what modules keep is there from the start.
         """
-        end, held, kept = len(self.ops), {self.values[value].storage for value in self.held}, self.kept
+        end, alive_at_end, kept = len(self.ops), {self.values[value].storage for value in self.alive_at_end}, self.kept
         return [
             (
                 row,
                 0 if row.index in kept else max(row.born, 0),
-                end + 1 if row.index in held else min(row.died, end + 1),
+                end + 1 if row.index in alive_at_end else min(row.died, end + 1),
             )
             for row in self.storages
             if row.kind in ("activation", "input")
@@ -321,19 +321,19 @@ def _graph_module(graph: ModelGraph, model: nn.Module) -> torch.fx.GraphModule:
     places = {node.meta["value"]: node for node in graph.fx_graph.nodes if node.op == "placeholder"}
     for value in dict.fromkeys(graph.inputs):
         nodes[places[value]] = made.placeholder(places[value].name)
-    held: dict[str, torch.Tensor] = {}
+    alive_at_end: dict[str, torch.Tensor] = {}
     for node in graph.fx_graph.nodes:
         if node.op == "placeholder" and node not in nodes and node.users:
             if node.meta["value"] not in known:
                 raise CaptureError(
                     f"the graph reads a constant ({node.name}) that was too large to keep; register it as a buffer."
                 )
-            held[node.name] = known[node.meta["value"]]
+            alive_at_end[node.name] = known[node.meta["value"]]
             nodes[node] = made.get_attr(node.name)
         elif node.op != "placeholder":
             nodes[node] = made.node_copy(node, nodes.__getitem__)
     _describe(graph, nodes)
-    return torch.fx.GraphModule(held, made, f"{graph.modules[0].class_name}Graph")
+    return torch.fx.GraphModule(alive_at_end, made, f"{graph.modules[0].class_name}Graph")
 
 
 def _describe(graph: ModelGraph, nodes: dict[torch.fx.Node, torch.fx.Node]) -> None:

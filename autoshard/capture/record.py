@@ -61,7 +61,7 @@ class Recorder(DispatchMode):
         state: values of the state that the last step of a generation returned.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
         call_log: set if calls and readings are noted, too.
-        aside: ops that ran where no torch function is overridden.
+        added_ops: ops that ran where no torch function is overridden.
         elsewhere: what other threads did of the run, in words.
     """
 
@@ -78,7 +78,7 @@ class Recorder(DispatchMode):
         self.busy = False
         self.unpacked: int | None = None
         self.call_log: Any = None
-        self.aside: set[int] = set()
+        self.added_ops: set[int] = set()
         self.elsewhere: list[str] = []
         self._lifted: list[tuple[weakref.ref[torch.Tensor], int]] = []  # constants, and their values
         self._overwritten: set[int] = set()  # storages of constants that were written
@@ -233,7 +233,7 @@ class Recorder(DispatchMode):
         if index % TOLD_OPS == 0:
             tell("ops", index)
         if self.composite and overrides_are_off():
-            self.aside.add(index)
+            self.added_ops.add(index)
         call, forward = self._attribute(index, values)
         if torch.is_grad_enabled() or self.backward:
             for tensor, value in zip(inputs, values, strict=True):
@@ -307,7 +307,7 @@ class Recorder(DispatchMode):
         self._last_forward = forward
         return self.log.ops[forward].call, forward
 
-    def lasting(self, gradients: Iterable[int]) -> tuple[int, ...]:
+    def alive_after(self, gradients: Iterable[int]) -> tuple[int, ...]:
         """Values made by ops that are still there: outputs, what modules keep, but not the parameters' gradients."""
         values = self.log.values()
         gone = {values[value].storage for value in gradients}

@@ -185,7 +185,7 @@ def _graph_of(recorder: Recorder, **known: Any) -> ModelGraph:
         fx_graph=log.fx_graph, calls=recorder.calls.finished(), ops=tuple(log.ops), values=log.values(),
         storages=log.storages(), saves=log.saves(), notes=(), functions=tuple(recorder.functions),
         backward_begin=next((begin for name, begin, _ in known["phases"] if name == "backward"), log.now),
-        lasting=recorder.lasting(gradients.values()), aside=frozenset(recorder.aside), **known,
+        alive_after=recorder.alive_after(gradients.values()), added_ops=frozenset(recorder.added_ops), **known,
     )  # fmt: skip
 
 
@@ -330,7 +330,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on placeholders."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
-    shy = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
+    overriding = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
     call = nn.Module.__call__
     observer, call_log, thread = run.observer, run.call_log, threading.get_ident()
 
@@ -348,7 +348,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
         row = recorder.begin_call(path, args, kwargs)
         output = None
         try:
-            if id(self) in shy and _is_inference(self):
+            if id(self) in overriding and _is_inference(self):
                 with no_overrides():
                     output = call(self, *args, **kwargs)
             else:

@@ -3,7 +3,7 @@
 Stages are lists of module paths. Data only goes forward: an op runs on the stage of its module, or on a later one where
 something it reads was made there.
 
-    stage 0   embed, layers.0            op 0 … 30          x ──┐             embed.weight held by 0 and 2
+    stage 0   embed, layers.0            op 0 … 30          x ──┐             embed.weight is on 0 and 2
     stage 1   layers.1                   op 31 … 60             └─▶ op 31     mask (made by op 4) is read by 1 and 2
     stage 2   norm, head (tied)          op 61 … 70
 """
@@ -40,15 +40,15 @@ class Staged:
 
     Attributes:
         op_stage: per op; backward ops are on the stage of their forward op.
-        held: name of every parameter and buffer, tied ones under each name -> the stages that hold it, ascending: those
-            that read it, or its own if none does.
+        stage_parameters: name of every parameter and buffer, tied ones under each name -> the stages that have it,
+            ascending: those that read it, or its own if none does.
         crossings: in the order in which the values are made. Parameters, buffers, inputs of the model and constants
             don't cross: every stage takes its own.
         problems: why a run can't be cut there, in words: what one stage makes, a later one writes into.
     """
 
     op_stage: tuple[int, ...]
-    held: Mapping[str, tuple[int, ...]]
+    stage_parameters: Mapping[str, tuple[int, ...]]
     crossings: tuple[Crossing, ...]
     problems: tuple[str, ...]
 
@@ -69,7 +69,7 @@ def free_storages(graph: ModelGraph) -> frozenset[int]:
         numel = graph.storages[tensor.storage].nbytes // max(1, tensor.dtype.itemsize)
         if tensor.kind == "parameter" or tensor.storage in written or numel > SMALL:
             bound.add(tensor.storage)
-    random = {key for key, target in {id(op.target): op.target for op in forward}.items() if _draws(target)}
+    random = {key for key, target in {id(op.target): op.target for op in forward}.items() if _is_random(target)}
     of, known, left = [value.storage for value in graph.values], -1, list(forward)
     while len(bound) > known:  # what is written later with something bound was bound from the start
         known, rest = len(bound), []
@@ -82,12 +82,12 @@ def free_storages(graph: ModelGraph) -> frozenset[int]:
     return frozenset(range(len(graph.storages))) - bound
 
 
-def draws(op: Op) -> bool:
+def is_random(op: Op) -> bool:
     """Whether an op draws random numbers."""
-    return _draws(op.target)
+    return _is_random(op.target)
 
 
-def _draws(target: Any) -> bool:
+def _is_random(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in target.tags
 
 
@@ -99,7 +99,7 @@ def divide(graph: ModelGraph, stages: Sequence[Sequence[str]]) -> Staged:
     found = _Division(graph, stages)
     return Staged(
         op_stage=tuple(found.op_stage),
-        held=found.held(),
+        stage_parameters=found.stage_parameters(),
         crossings=found.crossings(),
         problems=tuple(found.problems),
     )
@@ -169,7 +169,7 @@ class _Division:
         reads, of_op = columns_of(self.graph).inputs, np.array(self.op_stage, np.int64)
         return set(zip(reads.value[mask].tolist(), of_op[reads.op[mask]].tolist(), strict=True))
 
-    def held(self) -> dict[str, tuple[int, ...]]:
+    def stage_parameters(self) -> dict[str, tuple[int, ...]]:
         """Stages that read each parameter and buffer."""
         graph = self.graph
         readers: dict[int, set[int]] = {tensor.storage: set() for tensor in graph.tensors}

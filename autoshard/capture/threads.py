@@ -22,7 +22,7 @@ def watched_threads(note: Callable[[str], None]) -> Iterator[None]:
     pool: Any = ThreadPoolExecutor
     start, submit = threads.start, pool.submit
 
-    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    def passing_on(function: Callable[..., Any]) -> Callable[..., Any]:
         what = f"work given to another thread at {calling_line()} runs tensor operations"
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -33,11 +33,11 @@ def watched_threads(note: Callable[[str], None]) -> Iterator[None]:
 
     def started(thread: Any) -> None:
         if threading.get_ident() == here:
-            thread.run = watched(thread.run)
+            thread.run = passing_on(thread.run)
         start(thread)
 
     def submitted(self: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return submit(self, watched(function) if threading.get_ident() == here else function, *args, **kwargs)
+        return submit(self, passing_on(function) if threading.get_ident() == here else function, *args, **kwargs)
 
     threads.start, pool.submit = started, submitted
     try:

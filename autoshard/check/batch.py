@@ -1,6 +1,6 @@
 """Check that the batch of a model can be divided.
 
-which dimensions       the leaf of the first dimension of the inputs, followed through one captured run (axes.batch)
+which dimensions       the factor of the first dimension of the inputs, followed through one captured run (axes.batch)
 samples are apart      the ops of whole runs, one by one (check.independence): this decides
 how outputs are made   by their shapes, and by what the ops permit (check.records)
 """
@@ -161,8 +161,10 @@ def _guesses(question: Question) -> Iterator[BatchAxis]:
             same = [place for place, tensor in enumerate(given) if tensor.dim() > dim and tensor.shape[dim] == size]
             rows = next((found for p in same if (found := follow(walk, graph.inputs[p], dim))), None)
             if dim == 0:
-                ordered |= rows is not None and rows.blocked
-            elif size != wanted and not (ordered and rows and not rows.blocked and not rows.parameter and rows.outputs):
+                ordered |= rows is not None and rows.unshardable
+            elif size != wanted and not (
+                ordered and rows and not rows.unshardable and not rows.parameter and rows.outputs
+            ):
                 continue
             linked = {place: (d, axis) for place, d, axis in rows.inputs} if rows else {}
             alone = {place: (dim, f"*{size}") for place in same if place not in linked}

@@ -20,7 +20,7 @@ from autoshard.axes.unchecked import as_cut
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.capture.run import own_random_numbers
-from autoshard.check.follow import Differs, due_on, follow
+from autoshard.check.follow import Differs, follow, required_on
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
 from autoshard.check.misuse import find_misuse
 from autoshard.check.rank import Arguments, call_of, record_rank
@@ -132,8 +132,8 @@ class CutChecks:
         invent = self._graph.level == "invented"
         calls = [call for call in self._graph.calls if call.path == path]
         for call, given in zip(calls, self._calls[path], strict=False):
-            sites = sites_of(self._graph, group.walk, call, group.leaf)
-            sizes = find_sizes(self._blocks[path], given, cut, sites, group.leaf, sizes, invent)
+            sites = sites_of(self._graph, group.walk, call, group.factor)
+            sizes = find_sizes(self._blocks[path], given, cut, sites, group.factor, sizes, invent)
         return sizes
 
     # ---- what ranks do beside the whole
@@ -159,9 +159,9 @@ class CutChecks:
             try:
                 for rank in ranks:
                     with own_random_numbers():
-                        due = due_on(run.graph, theirs, its_shares, rank)
-                        find_misuse(self._model, run.graph, run.call_log, due)
-                        follow(run.graph, record_rank(self._model, cuts, rank, run.record), due, rank)
+                        required = required_on(run.graph, theirs, its_shares, rank)
+                        find_misuse(self._model, run.graph, run.call_log, required)
+                        follow(run.graph, record_rank(self._model, cuts, rank, run.record), required, rank)
             except Differs as error:
                 return run, error
             except Exception as error:
@@ -190,7 +190,7 @@ class CutChecks:
         own = [self._in_run(run, group) for group in groups]
         at = [
             place for place, (same, cut) in enumerate(zip(own, cuts, strict=True))
-            if not same or error.op in due_on(run.graph, same, [cut.shares] * len(same), 0)
+            if not same or error.op in required_on(run.graph, same, [cut.shares] * len(same), 0)
         ]  # fmt: skip
         return self._halved(groups, cuts, at or places, found)
 

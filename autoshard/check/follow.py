@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.axes.axis import Axis, Factor, describe, leaves, local_size
+from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size
 from autoshard.axes.groups import AxisGroup
 from autoshard.axes.regions import scaled_ops
 from autoshard.axes.walk import AxisWalk, where
@@ -51,7 +51,7 @@ class Differs(Exception):
 
 
 @dataclass(slots=True)
-class Due:
+class Required:
     """What one op must be like on a rank.
 
     Attributes:
@@ -68,46 +68,51 @@ class Due:
     drawn: bool = False
 
 
-def due_on(
+def required_on(
     graph: ModelGraph, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]], rank: int
-) -> dict[int, Due]:
+) -> dict[int, Required]:
     """What every op that works on something cut must be like on a rank, in all blocks; by its index."""
     together: dict[tuple[int, tuple], list[tuple[AxisGroup, tuple[int, ...]]]] = {}
     for group, share in zip(groups, shares, strict=True):
         together.setdefault((id(group.walk), group.ops), []).append((group, share))
-    due: dict[int, Due] = {}
+    required: dict[int, Required] = {}
     for rows in together.values():
         first = rows[0][0]
-        cut = {group.leaf: share for group, share in rows}
+        cut = {group.factor: share for group, share in rows}
         found = list(_of_walk(graph, first.walk, first.walked, cut, rank))
         for ops in first.ops:
             for place, row in found:
-                _enter(due.setdefault(ops[place], Due()), graph.ops[first.walked[place]], graph.ops[ops[place]], row)
+                _enter(
+                    required.setdefault(ops[place], Required()),
+                    graph.ops[first.walked[place]],
+                    graph.ops[ops[place]],
+                    row,
+                )
     tensors = {tensor.value for tensor in graph.tensors}
-    shapes = {value: shape for row in due.values() for value, shape in row.shapes.items() if value in tensors}
+    shapes = {value: shape for row in required.values() for value, shape in row.shapes.items() if value in tensors}
     for op in scaled_ops(graph):  # wherever they are: they belong to no block
         own = {value: shapes[value] for value in graph.ops[op].inputs if value in shapes}
         if own:
-            due[op] = Due(shapes=own)
-    return due
+            required[op] = Required(shapes=own)
+    return required
 
 
 def _of_walk(
     graph: ModelGraph, walk: AxisWalk, ops: Sequence[int], cut: Mapping[Factor, tuple[int, ...]], rank: int
-) -> Iterator[tuple[int, Due]]:
+) -> Iterator[tuple[int, Required]]:
     """(place in `ops`, what is due there) for the block that was analysed."""
-    slices = {leaf: share[rank] for leaf, share in cut.items()}
+    slices = {factor: share[rank] for factor, share in cut.items()}
     summed: dict[int, set[int]] = {}
     for one in walk.contractions:
-        if not slices.keys().isdisjoint(leaves(one.axis)):
+        if not slices.keys().isdisjoint(factors_of(one.axis)):
             summed.setdefault(one.op, set()).update({one.addend} - {-1})
-    drawn = {op for op, value in walk.draws if any(walk.cut_dims(value, leaf) for leaf in slices)}
+    drawn = {op for op, value in walk.random_calls if any(walk.cut_dims(value, factor) for factor in slices)}
     for place, index in enumerate(ops):
-        op, row = graph.ops[index], Due()
+        op, row = graph.ops[index], Required()
         for value in dict.fromkeys((*op.inputs, *op.outputs)):
             axes = walk.axes.get(value, ())
             for dim, axis in enumerate(axes):
-                texts = [(describe(axis, leaf), share) for leaf, share in cut.items() if leaf in leaves(axis)]
+                texts = [(describe(axis, factor), share) for factor, share in cut.items() if factor in factors_of(axis)]
                 if texts:
                     row.axes[value, dim] = texts
                     row.shapes[value] = _local(axes, graph.values[value].shape, slices)
@@ -120,26 +125,26 @@ def _local(axes: Sequence[Axis], shape: Sequence[int], slices: Mapping[Factor, i
     return tuple(local_size(axis, slices) if axis else size for axis, size in zip(axes, shape, strict=True))
 
 
-def _enter(due: Due, first: Op, op: Op, row: Due) -> None:
+def _enter(required: Required, first: Op, op: Op, row: Required) -> None:
     """Add what is due at an op of the first block for the same op of another one."""
     same = dict(zip((*first.inputs, *first.outputs), (*op.inputs, *op.outputs), strict=True))
-    due.shapes.update({same[value]: shape for value, shape in row.shapes.items()})
-    due.axes.update({(same[value], dim): texts for (value, dim), texts in row.axes.items()})
-    due.summed |= row.summed
-    due.drawn |= row.drawn
-    due.addends |= {same[value] for value in row.addends if value in same}
+    required.shapes.update({same[value]: shape for value, shape in row.shapes.items()})
+    required.axes.update({(same[value], dim): texts for (value, dim), texts in row.axes.items()})
+    required.summed |= row.summed
+    required.drawn |= row.drawn
+    required.addends |= {same[value] for value in row.addends if value in same}
 
 
-def follow(whole: ModelGraph, local: ModelGraph, due: Mapping[int, Due], rank: int) -> None:
+def follow(whole: ModelGraph, local: ModelGraph, required: Mapping[int, Required], rank: int) -> None:
     """Compare the ops of a rank with those of the whole model. Raises `Differs` at the first that is another one."""
-    _Beside(whole, local, due, rank).run()
+    _Beside(whole, local, required, rank).run()
 
 
 class _Beside:
     """Two runs beside each other. `stands`: a value of the rank -> the values of the whole of which it is the slice."""
 
-    def __init__(self, whole: ModelGraph, local: ModelGraph, due: Mapping[int, Due], rank: int) -> None:
-        self._whole, self._local, self._due, self._rank = whole, local, due, rank
+    def __init__(self, whole: ModelGraph, local: ModelGraph, required: Mapping[int, Required], rank: int) -> None:
+        self._whole, self._local, self._required, self._rank = whole, local, required, rank
         self._stands: dict[int, set[int]] = {}
         self._made_of: dict[int, int] = {}  # what a cut has made of a constant that nobody has read yet
         self._terms: set[int] = set()  # values that are a term of a sum over ranks
@@ -158,7 +163,7 @@ class _Beside:
             self._stands.setdefault(mine, set()).add(other)
         at = 0
         for op in self._local.ops:
-            if op.index in self._local.aside:
+            if op.index in self._local.added_ops:
                 self._added(op)
                 continue
             at = self._skip_whole(at, op)
@@ -217,15 +222,15 @@ class _Beside:
 
     def _pair(self, other: Op, op: Op) -> None:
         """Compare an op of the whole with one of the rank, and note what its results stand for."""
-        due = self._due.get(other.index, _NOTHING)
+        required = self._required.get(other.index, _NOTHING)
         here = self._local.calls[op.call].path
         if here != self._whole.calls[other.call].path:
             raise Differs(other.index, f"{where(self._whole, other)} runs in {here or 'the model itself'} on a rank")
         given, mine = dict(_arguments(other)), dict(_arguments(op))
         for name in given | mine:
-            self._compare_tensors(due, other, given.get(name), mine.get(name))
+            self._compare_tensors(required, other, given.get(name), mine.get(name))
         for name in given | mine:
-            if not self._same_number(due, other, op, name, (given, mine)):
+            if not self._same_number(required, other, op, name, (given, mine)):
                 raise Differs(
                     other.index,
                     f"a size of what is cut reaches more than shapes: {where(self._whole, other)} has "
@@ -234,17 +239,17 @@ class _Beside:
         if len(other.outputs) != len(op.outputs) or len(other.mutates) != len(op.mutates):
             raise Differs(other.index, f"{where(self._whole, other)} makes another number of tensors on a rank")
         for value, made in zip(other.outputs, op.outputs, strict=True):
-            self._check_shape(due, other, value, made)
+            self._check_shape(required, other, value, made)
             self._stands.setdefault(made, set()).add(value)
-            if due.summed:
+            if required.summed:
                 self._terms.add(made)
         for value, mutated in zip(other.mutates, op.mutates, strict=True):
             self._note_written(other, value, mutated)
 
-    def _compare_tensors(self, due: Due, other: Op, given: Any, mine: Any) -> None:
+    def _compare_tensors(self, required: Required, other: Op, given: Any, mine: Any) -> None:
         wanted = given.values if isinstance(given, _Tensors) else ()
         found = mine.values if isinstance(mine, _Tensors) else ()
-        if len(wanted) == 1 and not found and wanted[0] in due.addends:
+        if len(wanted) == 1 and not found and wanted[0] in required.addends:
             return  # it is added behind the sum
         if len(wanted) != len(found):
             raise Differs(other.index, f"{where(self._whole, other)} is given other tensors on a rank")
@@ -254,10 +259,10 @@ class _Beside:
                 raise Differs(other.index, f"{where(self._whole, other)} is given {what} on a rank")
             if one in self._terms:
                 raise Differs(other.index, f"{where(self._whole, other)} reads a sum that is not complete on a rank")
-            self._check_shape(due, other, value, one)
+            self._check_shape(required, other, value, one)
             self._check_memory(other, value, one)
 
-    def _same_number(self, due: Due, other: Op, op: Op, name: str, arguments: tuple[dict, dict]) -> bool:
+    def _same_number(self, required: Required, other: Op, op: Op, name: str, arguments: tuple[dict, dict]) -> bool:
         """Whether an argument that is no tensor is what it has to be on the rank."""
         given, mine = (found.get(name) for found in arguments)
         given, mine = (one.rest if isinstance(one, _Tensors) else one for one in (given, mine))
@@ -269,22 +274,22 @@ class _Beside:
             return True
         if function in _ALL_BUT_THE_DIMENSION and name != "dim":
             return True
-        if due.addends and None in (given, mine):
+        if required.addends and None in (given, mine):
             return True  # it is added behind the sum
         if function == "embedding" and name == "padding_idx":
-            return due.summed  # the cut sees to it that this row is not learned
-        return function in _PLACES and self._same_places(due, other, self._shapes(other, op), arguments)
+            return required.summed  # the cut sees to it that this row is not learned
+        return function in _PLACES and self._same_places(required, other, self._shapes(other, op), arguments)
 
     def _shapes(self, other: Op, op: Op) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shapes of what an op is given first: in the whole, and on the rank."""
         return self._whole.values[other.inputs[0]].shape, self._local.values[op.inputs[0]].shape
 
     def _same_places(
-        self, due: Due, other: Op, shapes: Sequence[tuple[int, ...]], arguments: tuple[dict, dict]
+        self, required: Required, other: Op, shapes: Sequence[tuple[int, ...]], arguments: tuple[dict, dict]
     ) -> bool:
         """Whether a part of a dimension is, on the rank, what it keeps of the same part."""
         dim = arguments[0]["dim"] % len(shapes[0])
-        texts = due.axes.get((other.inputs[0], dim), [])
+        texts = required.axes.get((other.inputs[0], dim), [])
         if not texts or arguments[0]["dim"] != arguments[1]["dim"]:
             return False
         have = reduce(numpy.intersect1d, (kept(text, share, self._rank) for text, share in texts))
@@ -311,10 +316,10 @@ class _Beside:
             return left is right
         return bool(((left == right) | ((left != left) & (right != right))).all())
 
-    def _check_shape(self, due: Due, other: Op, value: int, one: int) -> None:
+    def _check_shape(self, required: Required, other: Op, value: int, one: int) -> None:
         shape = self._local.values[one].shape
-        wanted = due.shapes.get(value, self._whole.values[value].shape)
-        if shape != wanted and not (due.drawn and name_of(other) in DROPOUTS):
+        wanted = required.shapes.get(value, self._whole.values[value].shape)
+        if shape != wanted and not (required.drawn and name_of(other) in DROPOUTS):
             raise Differs(
                 other.index,
                 f"{where(self._whole, other)} has a tensor of {list(shape)} on a rank, where {list(wanted)} is due",
@@ -344,7 +349,7 @@ class _Beside:
             raise Differs(-1, "a size of what is cut reaches more than shapes: the model returns it")
 
 
-_NOTHING = Due()
+_NOTHING = Required()
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.rules import rule_of
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
 from autoshard.axes.walk import where
-from autoshard.capture.call_log import CallLog, Opaque, Reading, Ref, TooManyOps
+from autoshard.capture.call_log import CallLog, Opaque, Ref, TooManyOps, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
@@ -60,16 +60,16 @@ def check_apart(question: Question, batch: BatchAxis) -> Apart:
             raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
     first = SampleRun(question, batch, frozenset(), ())
-    marks = first.marks()
-    if marks:
-        first = SampleRun(question, batch, frozenset(), marks)
-    choices = [*((path, 0) for path in masks), *marks]
+    compared_switches = first.compared_switches()
+    if compared_switches:
+        first = SampleRun(question, batch, frozenset(), compared_switches)
+    choices = [*((path, 0) for path in masks), *compared_switches]
     runs: dict[Padded, SampleRun] = {frozenset(): first}
     if first.switches and len(choices) <= MOST_SWITCHES:
         for count in range(1, len(choices) + 1):
             for chosen in map(frozenset, combinations(choices, count)):
-                runs[chosen] = SampleRun(question, batch, chosen, marks)
-    if len(masks) == 1 and not marks and len(first.switches) > 1:
+                runs[chosen] = SampleRun(question, batch, chosen, compared_switches)
+    if len(masks) == 1 and not compared_switches and len(first.switches) > 1:
         other = frozenset({(masks[0], OTHER)})
         runs[other] = SampleRun(question, batch, other, ())
     _check_switches(runs, choices)
@@ -97,8 +97,9 @@ class SampleRun:
             raise self.refuse(self.graph.ops[uneven], what)
         self._check_slices(other_log)
         self._check_log(other_log, rows)
-        leaf = Factor(ROWS, rigid=True)
-        self.walk = BatchWalk(self.graph, self.other, starts(self.paths, self.graph, batch, leaf), leaf, (ROWS, rows))
+        factor = Factor(ROWS, rigid=True)
+        begin = starts(self.paths, self.graph, batch, factor)
+        self.walk = BatchWalk(self.graph, self.other, begin, factor, (ROWS, rows))
         self.switches: dict[int, bool] = {}
         self.guards: set[Guard] = set()
         self._follow()
@@ -225,13 +226,13 @@ class SampleRun:
 
     def _follow(self) -> None:
         walk, graph = self.walk, self.graph
-        readings = sorted(self.call_log.readings, key=lambda reading: reading.begin)
+        value_guards = sorted(self.call_log.value_guards, key=lambda guard: guard.begin)
         for op in graph.ops:
-            while readings and readings[0].begin <= op.index:
-                self._read(readings.pop(0))
+            while value_guards and value_guards[0].begin <= op.index:
+                self._read(value_guards.pop(0))
             walk.step(op)
-        for reading in readings:
-            self._read(reading)
+        for guard in value_guards:
+            self._read(guard)
         for value in graph.outputs:
             if walk.state(value) == "mixed" and value not in walk.merges.known:
                 raise self._mixed(value, "mixes its rows")
@@ -257,39 +258,39 @@ class SampleRun:
         for place, value in (*left.tensors.items(), *replaced.items()):
             if graph.values[value].op >= 0 and walk.state(value) == "apart":
                 raise left_by_parts(place, self.question.model)
-        for value in graph.lasting:
+        for value in graph.alive_after:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state
             if not known and walk.state(value) == "mixed":
                 raise self._mixed(value, "keeps what mixes its rows")
             if not known and (made := walk.sound.entries.made_by(value)) >= 0:
                 raise self.refuse(graph.ops[made], "keeps its rows in an order that all of them decide")
 
-    def _read(self, reading: Reading) -> None:
+    def _read(self, guard: ValueGuard) -> None:
         """Something was read by Python: a question about all of a mask, or nothing that the batch decides."""
-        if reading.assumed:
-            if "a value that is not known" in reading.assumed:
-                op = self.graph.ops[max(reading.begin - 1, 0)] if self.graph.ops else None
+        if guard.assumed:
+            if "a value that is not known" in guard.assumed:
+                op = self.graph.ops[max(guard.begin - 1, 0)] if self.graph.ops else None
                 raise self.refuse(op, "decides what to do by values of all rows")
             return
-        for value in read_values(reading):
-            if self.walk.state(value) == "shared" or self._is_guarded(reading, value):
+        for value in read_values(guard):
+            if self.walk.state(value) == "shared" or self._is_guarded(guard, value):
                 continue
             if self.walk.sound.hits.tells(value):
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self._is_the_same(asked[0]):
                 continue
-            if asked is None or len(read_values(reading)) > 1 or not self._is_of_rows(asked[0]):
+            if asked is None or len(read_values(guard)) > 1 or not self._is_of_rows(asked[0]):
                 made = self.graph.values[value].op
                 what = "reads values of several rows as numbers, which may decide anything"
                 raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
             tensor, truth = asked
-            self.switches[tensor] = bool(reading.result) == truth  # all are true, or none is
+            self.switches[tensor] = bool(guard.result) == truth  # all are true, or none is
 
-    def _is_guarded(self, reading: Reading, value: int) -> bool:
+    def _is_guarded(self, guard: ValueGuard, value: int) -> bool:
         """Whether what is asked of each element only decides whether an error is raised."""
-        asked = None if reading.guard is None else asked_of_each(self.graph, value)
-        if reading.guard is None or asked is None or asked[0] is not bool(reading.result):
+        asked = None if guard.guard is None else asked_of_each(self.graph, value)
+        if guard.guard is None or asked is None or asked[0] is not bool(guard.result):
             return False
         waiting = [value]
         while waiting:  # no number on the way says how many rows there are
@@ -299,9 +300,9 @@ class SampleRun:
                 waiting += op.inputs
                 if self.walk.resized(op):
                     return False
-        if len(read_values(reading)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
+        if len(read_values(guard)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
             return False
-        self.guards.add(reading.guard)
+        self.guards.add(guard.guard)
         return True
 
     def _is_of_rows(self, value: int) -> bool:
@@ -321,7 +322,7 @@ class SampleRun:
             what = f"may mix its rows: no rule says what {name_of(op)} does with them"
         return self.refuse(op, what)
 
-    def marks(self) -> tuple[tuple[str, int], ...]:
+    def compared_switches(self) -> tuple[tuple[str, int], ...]:
         """Numbers of which is asked whether they stand anywhere in an input of the batch, with its path."""
         bound = self.question.bound
         given = {item.path for item in self.batch.inputs if not is_mask(nested.tensor_at(bound, item.path))}
@@ -412,8 +413,8 @@ def _all_were_seen(
 
 def _truth(run: SampleRun, tensor: int) -> bool:
     """What all elements of the tensor of a switch are if it is answered so."""
-    for reading in run.call_log.readings:
-        for value in read_values(reading):
+    for guard in run.call_log.value_guards:
+        for value in read_values(guard):
             asked = asked_of_all(run.graph, value)
             if asked is not None and asked[0] == tensor:
                 return asked[1]

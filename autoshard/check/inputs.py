@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.axes.axis import Factor, covers, fresh, lose, size_of
+from autoshard.axes.axis import Factor, covers, fresh, make_unshardable, size_of
 from autoshard.axes.batch_rules import axis_of
 from autoshard.axes.rules import Axes
 from autoshard.capture.graph import ModelGraph
@@ -104,8 +104,8 @@ def marked(
     return made
 
 
-def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, leaf: Factor) -> dict[int, Axes]:
-    """The axes of the inputs of a run; `paths`: where each is among the arguments; `leaf`: its samples."""
+def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, factor: Factor) -> dict[int, Axes]:
+    """The axes of the inputs of a run; `paths`: where each is among the arguments; `factor`: its samples."""
     items = {item.path: item for item in batch.inputs}
     found = {}
     for place, value in enumerate(graph.inputs):
@@ -113,10 +113,10 @@ def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, leaf: Fact
         item = items.get(paths[place])
         axes = [fresh(size) for size in shape]
         for axis in axes:
-            lose(axis, "it is an input")
+            make_unshardable(axis, "it is an input")
         if item is not None:
-            axis = axis_of(with_rows(item.axis, leaf.size), leaf)
-            if not covers(axis, leaf) or size_of(axis) != shape[item.dim]:
+            axis = axis_of(with_rows(item.axis, factor.size), factor)
+            if not covers(axis, factor) or size_of(axis) != shape[item.dim]:
                 raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
             axes[item.dim] = axis
         found[value] = tuple(axes)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
-from autoshard.axes.axis import Axis, Factor, describe, leaves, local_size
+from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
@@ -84,23 +84,23 @@ def with_sizes(cut: Cut, sizes: Sizes) -> Cut:
     return replace(cut, actions=(*cut.actions, *lengths), scales=scales)
 
 
-def numbers_in(axis: Axis, leaf: Factor) -> list[Number]:
-    """Integers that code may hold for an axis: products of neighbouring factors with the leaf in one, and part sums.
+def numbers_in(axis: Axis, factor: Factor) -> list[Number]:
+    """Integers that code may hold for an axis: products of neighbouring terms with the factor in one, and part sums.
 
-    8x4x128 with the leaf 8   ->   8, 32, 4096          (16|8|8) with a leaf in all   ->   also 32
+    8x4x128 with the factor 8   ->   8, 32, 4096          (16|8|8) with a factor in all   ->   also 32
     """
     found: list[Number] = []
-    for place, factor in enumerate(axis):
-        if leaf not in leaves((factor,)):
+    for place, term in enumerate(axis):
+        if factor not in factors_of((term,)):
             continue
         for begin in range(place, -1, -1):
             for end in range(place + 1, len(axis) + 1):
                 run = axis[begin:end]
-                whole, none = local_size(run, {}), local_size(run, {leaf: 0})
-                found.append(Number(whole=whole, fixed=none, each=(whole - none) // leaf.size))
-        if not isinstance(factor, Factor):
-            for segment in factor.segments:
-                found += numbers_in(segment, leaf)
+                whole, none = local_size(run, {}), local_size(run, {factor: 0})
+                found.append(Number(whole=whole, fixed=none, each=(whole - none) // factor.size))
+        if not isinstance(term, Factor):
+            for segment in term.segments:
+                found += numbers_in(segment, factor)
     return list(dict.fromkeys(found))
 
 
@@ -118,13 +118,13 @@ class ExpectedResult:
 
 @dataclass(slots=True)
 class Site:
-    """The call of a function: its results, and the axes with the leaf in what it reads and makes."""
+    """The call of a function: its results, and the axes with the factor in what it reads and makes."""
 
     results: list[ExpectedResult] = field(default_factory=list)
     near: list[Axis] = field(default_factory=list)
 
 
-def sites_of(graph: ModelGraph, walk: AxisWalk, block: Call, leaf: Factor) -> dict[Key, Site]:
+def sites_of(graph: ModelGraph, walk: AxisWalk, block: Call, factor: Factor) -> dict[Key, Site]:
     """The functions that one call of a block ran, those of other regions inside of it left out."""
     below: dict[int, tuple[str, int]] = {}
     times: dict[str, int] = {}
@@ -142,7 +142,7 @@ def sites_of(graph: ModelGraph, walk: AxisWalk, block: Call, leaf: Factor) -> di
             if value in walk.axes:
                 site.results.append(ExpectedResult(path=path, axes=walk.axes[value], shape=graph.values[value].shape))
         axes = [axis for _, value in (*row.inputs, *row.outputs) for axis in walk.axes.get(value, ())]
-        site.near = list(dict.fromkeys(axis for axis in axes if leaf in leaves(axis)))
+        site.near = list(dict.fromkeys(axis for axis in axes if factor in factors_of(axis)))
     return found
 
 
@@ -231,11 +231,11 @@ class _Watch(TorchFunctionMode):
 
 
 def _cut_dims(row: ExpectedResult, slices: Mapping[Factor, int]) -> list[int]:
-    return [dim for dim, axis in enumerate(row.axes) if any(leaf in slices for leaf in leaves(axis))]
+    return [dim for dim, axis in enumerate(row.axes) if any(factor in slices for factor in factors_of(axis))]
 
 
 def _run(
-    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor, invent: bool
+    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], factor: Factor, invent: bool
 ) -> Outcome:
     """Run the first rank of a cut on shapes; `block` is on meta, `given` has specs. What it raises is an outcome."""
     local = copy.deepcopy(block)
@@ -255,7 +255,7 @@ def _run(
         for name, tensor in state:
             recorder.enter(tensor, kind, name)
     args, kwargs = fill_specs(given, fake)
-    watch = _Watch(sites, {leaf: cut.shares[0]})
+    watch = _Watch(sites, {factor: cut.shares[0]})
     with silenced(), recorder, torch.no_grad(), applied_to_placeholders():
         try:
             with watch.inside(local):
@@ -275,7 +275,7 @@ def _run(
 
 
 def find_sizes(
-    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], leaf: Factor, known: Sizes, invent: bool
+    block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], factor: Factor, known: Sizes, invent: bool
 ) -> Sizes:
     """Search the integers that the first rank of a cut needs, with some known already. Raises `NotFound`.
 
@@ -284,16 +284,16 @@ def find_sizes(
     """
 
     def run(sizes: Sizes) -> Outcome:
-        return _run(block, given, with_sizes(cut, sizes), sites, leaf, invent)
+        return _run(block, given, with_sizes(cut, sizes), sites, factor, invent)
 
-    return _Search(block, sites, leaf, run).find(known)
+    return _Search(block, sites, factor, run).find(known)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
     block: nn.Module
     sites: Mapping[Key, Site]
-    leaf: Factor
+    factor: Factor
     run: Callable[[Sizes], Outcome]
 
     def find(self, known: Sizes) -> Sizes:
@@ -342,8 +342,8 @@ class _Search:
         """Sets of integers to try. Attributes come first, unless the module has a length already: it reads sizes."""
         assert outcome.failed is not None
         reads = any(isinstance(key, Length) and key.module == outcome.failed[0] for key in known)
-        ways = [self._attributes(outcome.failed, known), self._lengths(outcome)]
-        for way in reversed(ways) if reads else ways:
+        repairs = [self._attributes(outcome.failed, known), self._lengths(outcome)]
+        for way in reversed(repairs) if reads else repairs:
             yield from way
 
     def _lengths(self, outcome: Outcome) -> Iterator[Sizes]:
@@ -353,8 +353,8 @@ class _Search:
         occurrence = -1 if outcome.sizes else occurrence
         found: Sizes = {}
         for row in self.sites.get(outcome.failed, Site()).results:
-            for dim in _cut_dims(row, {self.leaf: 0}):
-                numbers, axis = numbers_in(row.axes[dim], self.leaf), describe(row.axes[dim], self.leaf)
+            for dim in _cut_dims(row, {self.factor: 0}):
+                numbers, axis = numbers_in(row.axes[dim], self.factor), describe(row.axes[dim], self.factor)
                 for argument, length in outcome.lengths.items():
                     if length == row.shape[dim]:
                         key = Length(path, function, occurrence, argument, axis, outcome.sizes)
@@ -365,7 +365,7 @@ class _Search:
         """Sets of attributes to try, nearest modules first: all of one module together, then each alone; then all."""
         numbers: dict[int, list[Number]] = {}
         for axis in self.sites.get(failed, Site()).near:
-            for number in numbers_in(axis, self.leaf):
+            for number in numbers_in(axis, self.factor):
                 if number not in numbers.setdefault(number.whole, []):
                     numbers[number.whole].append(number)
         everywhere: Sizes = {}

@@ -14,7 +14,7 @@ from torch import nn
 from autoshard.axes.walk import where
 from autoshard.capture.call_log import CallLog, Ref
 from autoshard.capture.graph import ModelGraph
-from autoshard.check.follow import Differs, Due
+from autoshard.check.follow import Differs, Required
 from autoshard.nested import leaves_in
 from autoshard.torch_private import backward_hooks
 
@@ -22,9 +22,11 @@ Local = Mapping[int, tuple[int, ...]]
 """Values that are cut, and their local shapes."""
 
 
-def find_misuse(model: nn.Module, graph: ModelGraph, call_log: CallLog | None, due: Mapping[int, Due]) -> None:
-    """Raise `Differs` if somebody is given a part who may take it for the whole; `due`: what is cut, op by op."""
-    cut = {value: shape for row in due.values() for value, shape in row.shapes.items()}
+def find_misuse(
+    model: nn.Module, graph: ModelGraph, call_log: CallLog | None, required: Mapping[int, Required]
+) -> None:
+    """Raise `Differs` if somebody is given a part who may take it for the whole; `required`: what is cut, op by op."""
+    cut = {value: shape for row in required.values() for value, shape in row.shapes.items()}
     for error in (
         *_hooked(model, graph, cut),
         *_kept(graph, cut),
@@ -47,7 +49,7 @@ def _kept(graph: ModelGraph, cut: Local) -> Iterator[Differs]:
     if any(name == "decode" for name, _, _ in graph.phases):  # its caller has the cache of the prompt, too
         return
     given = {*graph.outputs, *graph.state}
-    for value in graph.lasting:
+    for value in graph.alive_after:
         if value in cut and value not in given:
             op = graph.ops[graph.values[value].op]
             yield Differs(
@@ -70,10 +72,11 @@ def _on_log(graph: ModelGraph, call_log: CallLog, cut: Local) -> Iterator[Differ
                 graph.values[value].op if value >= 0 else -1,
                 f"{line} hangs a hook on a gradient, of which a rank may have a part",
             )
-    for reading in call_log.readings:
-        if not cut.keys().isdisjoint(_values(reading.args)):
+    for guard in call_log.value_guards:
+        if not cut.keys().isdisjoint(_values(guard.args)):
             yield Differs(
-                reading.begin, f"code of {_module(graph, reading.row)} reads values of what a rank has a part of"
+                guard.begin,
+                f"code of {_module(graph, guard.row)} reads values of what a rank has a part of",
             )
 
 

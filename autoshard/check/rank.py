@@ -66,7 +66,7 @@ def record_rank(
 ) -> ModelGraph:
     """The composite graph of one rank of a model with these cuts; `record`: how the whole model was recorded.
 
-    Ops that the cuts add are in its `aside`. Raises what the capture raises.
+    Ops that the cuts add are in its `added_ops`. Raises what the capture raises.
     """
     local = on_meta(model)
     apply_cuts(local, cuts, LoneRank(rank=rank, size=cuts[0].degree), shapes_only=True)

@@ -290,16 +290,16 @@ def merges_of(recorded: RecordedSamples, batch: BatchAxis, apart: Apart | None) 
             _divided(path, value.shape, other.shape, recorded.rows),
             key=lambda way: (way.path, way.dim, with_rows(way.axis, 1)) not in hints,
         )
-        ways = [way for way in divided if apart is None or (merge is None and apart.permits(way))]
+        found_axes = [way for way in divided if apart is None or (merge is None and apart.permits(way))]
         if same and merge is not None and (floating or merge.how == "sum"):
-            ways = [merge]
+            found_axes = [merge]
         elif same and apart is not None and path in apart.shared:
-            ways = [BatchOutput(path=path, how="same")]
-        elif same and apart is None and floating and not ways:
-            ways = [BatchOutput(path=path, how="mean")]
-        if not ways:
+            found_axes = [BatchOutput(path=path, how="same")]
+        elif same and apart is None and floating and not found_axes:
+            found_axes = [BatchOutput(path=path, how="mean")]
+        if not found_axes:
             raise Mixed(f"{path or 'its output'} is not made of what parts give as its ops would")
-        found.append(ways[0])
+        found.append(found_axes[0])
     return tuple(found)
 
 

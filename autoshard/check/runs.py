@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.axis import leaves
+from autoshard.axes.axis import factors_of
 from autoshard.axes.groups import AxisGroup, find_groups
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.capture import capture, record_forward
@@ -117,8 +117,8 @@ def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
         for group in groups
         for axes in group.walk.axes.values()
         for axis in axes
-        if group.leaf in leaves(axis)
-        for number in numbers_in(axis, group.leaf)
+        if group.factor in factors_of(axis)
+        for number in numbers_in(axis, group.factor)
     }
     sizes = sorted(size for size in found if 2 < size <= LONGEST) or [4]
     return max(2, sizes[0] // 2), sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0]

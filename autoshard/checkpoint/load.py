@@ -23,7 +23,7 @@ from autoshard.common.packed import repacked
 from autoshard.common.sizes import format_bytes
 from autoshard.errors import ApplyError, CheckpointError, first_line
 from autoshard.plan import Plan
-from autoshard.plan.placement import resolve_homes
+from autoshard.plan.placement import resolve_execution_devices
 from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.apply import check_belongs
 from autoshard.runtime.collectives import ProcessRanks, count_processes
@@ -31,7 +31,7 @@ from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.devices import CPU, META, resolve_device
 from autoshard.runtime.dispatch import apply_plan, own_place
 from autoshard.runtime.moves import Undo, named_tensors, replace_all, tied_groups
-from autoshard.runtime.resting import resting, streamed_module
+from autoshard.runtime.resting import offloaded_module, resting
 from autoshard.runtime.sharded import shards
 from autoshard.runtime.sharded_stages import shards_stages
 from autoshard.runtime.staged import own_names
@@ -85,9 +85,9 @@ def _load_whole(
             devices = _devices_between_calls(model, plan, tensors, ranks)
             empty = {name for name, tensor in tensors.items() if tensor.is_meta and devices[name] != META}
             check_complete(model, empty, sources)
-            streamed = plan.streamed if plan is not None else {}
-            kept = {name for name in empty if devices[name] == CPU and streamed_module(name, streamed) is None}
-            in_file = mapped_tensors(tensors, streamed, kept if mapped else (), checkpoint, sources)
+            offloaded = plan.offloaded if plan is not None else {}
+            kept = {name for name in empty if devices[name] == CPU and offloaded_module(name, offloaded) is None}
+            in_file = mapped_tensors(tensors, offloaded, kept if mapped else (), checkpoint, sources)
 
             def memory(name: str, tensor: torch.Tensor) -> torch.Tensor:
                 if name in in_file:
@@ -127,9 +127,9 @@ def _devices_between_calls(
         own = own_names(plan, ranks, tensors) if staged else set(tensors)
         return {name: device if name in own else META for name in tensors}
     check_belongs(model, plan, tensors)
-    homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
-    known = {name: resolve_device(name) for name in dict.fromkeys(homes.entries.values())}
-    return resting(tensors, {name: known[device] for name, device in homes.entries.items()}, plan.streamed)
+    execution_devices = resolve_execution_devices(plan.placements, [path for path, _ in model.named_modules()], tensors)
+    known = {name: resolve_device(name) for name in dict.fromkeys(execution_devices.entries.values())}
+    return resting(tensors, {name: known[device] for name, device in execution_devices.entries.items()}, plan.offloaded)
 
 
 def check_complete(model: nn.Module, empty: Collection[str], sources: Mapping[str, Source]) -> None:

@@ -18,7 +18,7 @@ from autoshard.common.packed import is_packed
 from autoshard.errors import CheckpointError
 from autoshard.runtime.mapped import map_file, map_tensor
 from autoshard.runtime.moves import named_tensors, tied_groups
-from autoshard.runtime.resting import streamed_module
+from autoshard.runtime.resting import offloaded_module
 
 
 def mapped_entries(entries: Collection[Entry]) -> list[torch.Tensor]:
@@ -29,18 +29,18 @@ def mapped_entries(entries: Collection[Entry]) -> list[torch.Tensor]:
 
 def mapped_tensors(
     tensors: Mapping[str, torch.Tensor],
-    streamed: Mapping[str, str],
+    offloaded: Mapping[str, str],
     in_memory: Collection[str],
     checkpoint: Checkpoint,
     sources: Mapping[str, Source],
 ) -> dict[str, torch.Tensor]:
     """Return, under each of its names, the tensor in its file of what the plan keeps on disk, or may stay there.
 
-    `streamed`: as in a plan. `in_memory`: names of tensors for CPU memory; the parameters among them that are in a file
-    as the model has them stay in the file, unless others are made of the same bytes, which may be written to apart.
-    Raises `CheckpointError` for a parameter that is to be kept on disk and is in no file as the model has it.
+    `offloaded`: as in a plan. `in_memory`: names of tensors for CPU memory; the parameters among them that are in a
+    file as the model has them stay in the file, unless others are made of the same bytes, which may be written to
+    apart. Raises `CheckpointError` for a parameter that is to be kept on disk and is in no file as the model has it.
     """
-    if not in_memory and "disk" not in streamed.values():
+    if not in_memory and "disk" not in offloaded.values():
         return {}
     uses = Counter(entry for source in sources.values() for entry in leaves(source.made))
     wanted: dict[str, Entry] = {}
@@ -48,8 +48,8 @@ def mapped_tensors(
         name = next((name for name in names if name in sources), None)
         if name is None or not isinstance(tensors[name], nn.Parameter):
             continue
-        paths = [streamed_module(one, streamed) for one in names]
-        on_disk = any(path is not None and streamed[path] == "disk" for path in paths)
+        paths = [offloaded_module(one, offloaded) for one in names]
+        on_disk = any(path is not None and offloaded[path] == "disk" for path in paths)
         if not on_disk and names[0] not in in_memory:
             continue
         entry, reason = _in_file(tensors[name], checkpoint, sources[name])

@@ -24,7 +24,7 @@ from autoshard.runtime.sharded import is_sharded
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StoredParts:
     """The boxes that this process holds of one tensor, whose whole has `shape`; tied ones are under their first name.
 
     The methods are those by which torch's planners ask an object which boxes of a tensor are here.
@@ -44,7 +44,7 @@ class Held:
             return self.boxes[number].value
         return next(box.value for box in self.boxes if box.offset == tuple(index.offset or ()))
 
-    def __create_write_items__(self, name: str, held: Any) -> list[WriteItem]:
+    def __create_write_items__(self, name: str, stored: Any) -> list[WriteItem]:
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -60,7 +60,7 @@ class Held:
         return [ChunkStorageMetadata(torch.Size(box.offset), box.value.shape) for box in self.boxes]
 
 
-Layout = Callable[[str, torch.Tensor], Held]
+Layout = Callable[[str, torch.Tensor], StoredParts]
 """Name of a parameter or buffer, and a tensor that is laid out as that is -> what of it is here."""
 
 
@@ -77,16 +77,16 @@ def layout_of(model: nn.Module) -> Layout:
     """Return what tells which boxes of a tensor of this model are here. Raises `CheckpointError` for packed ones."""
     cuts, stages = cut_record(model), pipeline_record(model)
 
-    def held(name: str, tensor: torch.Tensor) -> Held:
+    def stored(name: str, tensor: torch.Tensor) -> StoredParts:
         if stages is not None and not stages.has(name):
-            return Held(tuple(tensor.shape), tensor.dtype, ())
+            return StoredParts(tuple(tensor.shape), tensor.dtype, ())
         if is_packed(tensor) and not is_sharded(tensor) and not isinstance(tensor, RankTensor):
             raise CheckpointError(
                 f"{name} is quantised, and a training checkpoint holds plain tensors. Train the model as it was before."
             )
         boxes = boxes_of(name, tensor, cuts)
-        if stages is not None and stages.owner(name) != stages.position:
+        if stages is not None and stages.owner(name) != stages.pp_rank:
             boxes = [replace(box, written=False) for box in boxes]
-        return Held(whole_shape(tensor, name, cuts) if tensor.dim() else (), tensor.dtype, boxes)
+        return StoredParts(whole_shape(tensor, name, cuts) if tensor.dim() else (), tensor.dtype, boxes)
 
-    return held
+    return stored

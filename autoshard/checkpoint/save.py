@@ -197,11 +197,11 @@ def save_state(
                     write_more(folder)
         except Exception as found:
             error = found
-        _settle(ranks, path, error, RankState(model=_digest(shards)))
+        _agree(ranks, path, error, RankState(model=_digest(shards)))
         done_bytes, total_bytes = 0, sum(shard.nbytes for shard in shards)
         for shard in shards:
             tell("bytes", done_bytes, total_bytes)
-            _settle(ranks, path, _write_shard(state, shard, folder))
+            _agree(ranks, path, _write_shard(state, shard, folder))
             done_bytes += shard.nbytes
         try:
             if folder is not None:
@@ -210,7 +210,7 @@ def save_state(
                 stack.close()
         except Exception as found:
             error = found
-        _settle(ranks, path, error)
+        _agree(ranks, path, error)
 
 
 def _ranks_of(model: nn.Module) -> Ranks | None:
@@ -290,13 +290,13 @@ def _check_path(path: Path, needed_bytes: int) -> None:
 _KEPT = "What was there is as it was. Free space on that disk, or save to another directory."
 
 
-def _settle(ranks: Ranks | None, path: Path, error: Exception | None, mark: RankState | None = None) -> None:
+def _agree(ranks: Ranks | None, path: Path, error: Exception | None, state: RankState | None = None) -> None:
     """Raise on all ranks if one has an error, or another mark than rank 0."""
     if isinstance(error, OSError):
         made = CheckpointError(f"could not write {error.filename or path}: {error.strerror or error}. {_KEPT}")
         made.__cause__ = error
         error = made
-    agree(ranks, mark or RankState(), error)
+    agree(ranks, state or RankState(), error)
 
 
 def _digest(shards: Sequence[FileShard]) -> str:

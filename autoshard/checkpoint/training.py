@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.optim import Optimizer
 
 from autoshard.checkpoint.boxes import Box
-from autoshard.checkpoint.parts import Held, Layout, layout_of, tensors_of
+from autoshard.checkpoint.parts import Layout, StoredParts, layout_of, tensors_of
 from autoshard.checkpoint.write import replacing, standing
 from autoshard.errors import CheckpointError, first_line
 from autoshard.runtime.agreement import together
@@ -36,7 +36,7 @@ from autoshard.runtime.collectives import ProcessRanks, count_processes, lost
 MODEL, OPTIMIZER, EXTRA, RANDOM = "model.", "optimizer.", "extra", "random."
 _MOST_LISTED = 5
 Content = dict[str, Any]
-"""Key of a checkpoint -> what this process holds of a tensor (`Held`), or values to be pickled."""
+"""Key of a checkpoint -> what this process holds of a tensor (`StoredParts`), or values to be pickled."""
 Group = dict[str, Any]
 
 
@@ -52,7 +52,7 @@ class SaveParts(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.content[index.fqn]
-        return found.values(index) if isinstance(found, Held) else found
+        return found.values(index) if isinstance(found, StoredParts) else found
 
 
 class LoadParts(DefaultLoadPlanner):
@@ -158,8 +158,8 @@ def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks 
 
 def _content(model: nn.Module, optimizer: Optimizer | None, state: Any, ranks: ProcessRanks | None) -> Content:
     """Collect what this process holds."""
-    held_of = layout_of(model)
-    content: Content = {MODEL + name: held_of(name, tensor) for name, tensor in tensors_of(model).items()}
+    parts_of = layout_of(model)
+    content: Content = {MODEL + name: parts_of(name, tensor) for name, tensor in tensors_of(model).items()}
     groups = None
     if optimizer is not None:
         groups = _groups_of(model, optimizer)
@@ -173,7 +173,7 @@ def _content(model: nn.Module, optimizer: Optimizer | None, state: Any, ranks: P
                         "Use one of torch.optim."
                     )
                 like = value.shape == parameter.shape and value.dim() > 0
-                content[f"{OPTIMIZER}{name}.{entry}"] = _held(held_of, name, parameter, value, like)
+                content[f"{OPTIMIZER}{name}.{entry}"] = _parts(parts_of, name, parameter, value, like)
     content[f"{RANDOM}{0 if ranks is None else ranks.rank}"] = _random_states()
     if ranks is None or ranks.rank == 0:
         content[EXTRA] = {"state": state, "groups": groups, "ranks": 1 if ranks is None else ranks.size}
@@ -181,22 +181,22 @@ def _content(model: nn.Module, optimizer: Optimizer | None, state: Any, ranks: P
     return content
 
 
-def _held(held_of: Layout, name: str, parameter: torch.Tensor, value: torch.Tensor, like: bool) -> Held:
+def _parts(parts_of: Layout, name: str, parameter: torch.Tensor, value: torch.Tensor, like: bool) -> StoredParts:
     """What this process holds of a piece of state: laid out `like` its parameter, or the same wherever that is."""
     if like:
-        return held_of(name, value)
+        return parts_of(name, value)
     plain: torch.Tensor = getattr(value, "parts", (value,))[0]
-    whole = held_of(name, parameter).boxes
+    whole = parts_of(name, parameter).boxes
     box = Box(plain.detach(), (0,) * plain.dim(), any(one.written for one in whole))
-    return Held(tuple(plain.shape), plain.dtype, (box,) if whole else ())
+    return StoredParts(tuple(plain.shape), plain.dtype, (box,) if whole else ())
 
 
 def _wanted(
     model: nn.Module, optimizer: Optimizer | None, saved: Mapping[str, Any], path: Path
 ) -> tuple[Content, dict[torch.Tensor, dict[str, Any]]]:
     """What this process needs of a checkpoint, and the optimizer state that it is read into; nothing is set yet."""
-    held_of = layout_of(model)
-    wanted: Content = {MODEL + name: held_of(name, tensor) for name, tensor in tensors_of(model).items()}
+    parts_of = layout_of(model)
+    wanted: Content = {MODEL + name: parts_of(name, tensor) for name, tensor in tensors_of(model).items()}
     _check_same(wanted, {key: one for key, one in saved.items() if key.startswith(MODEL)}, path)
     made: dict[torch.Tensor, dict[str, Any]] = {}
     if optimizer is None:
@@ -210,7 +210,7 @@ def _wanted(
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names[id(parameter)]
-            here = held_of(name, parameter)
+            here = parts_of(name, parameter)
             for entry in entries.get(name, []) if here.boxes else []:
                 key = f"{OPTIMIZER}{name}.{entry}"
                 shape, dtype = tuple(saved[key].size), saved[key].properties.dtype
@@ -221,7 +221,7 @@ def _wanted(
                     device = parameter.device if group.get("fused") or group.get("capturable") else "cpu"
                     value = torch.zeros(shape, dtype=dtype, device=device)
                 made.setdefault(parameter, {})[entry] = value
-                wanted[key] = _held(held_of, name, parameter, value, like)
+                wanted[key] = _parts(parts_of, name, parameter, value, like)
     return wanted, made
 
 

@@ -37,7 +37,7 @@ def replacing(path: Path, *, carry_over: bool = True) -> Iterator[Path]:
     _check_replaceable(path)
     new, old = _beside(path, "saving"), _beside(path, "old")
     with _locked(path.parent):
-        _settle(path, new, old)  # what a killed save left
+        _finish_interrupted(path, new, old)  # what a killed save left
         new.mkdir()
         try:
             yield new
@@ -50,7 +50,7 @@ def replacing(path: Path, *, carry_over: bool = True) -> Iterator[Path]:
                 new.rename(path)
             _sync(path.parent)
         finally:
-            _settle(path, new, old)
+            _finish_interrupted(path, new, old)
 
 
 def standing(path: Path) -> Path:
@@ -63,7 +63,7 @@ def _beside(path: Path, purpose: str) -> Path:
     return path.with_name(f".{path.name}.{purpose}")
 
 
-def _settle(path: Path, new: Path, old: Path) -> None:
+def _finish_interrupted(path: Path, new: Path, old: Path) -> None:
     """Leave only `path`, as it was last whole."""
     if old.is_dir() and not path.exists():
         old.rename(path)

@@ -150,12 +150,12 @@ def report_command(
         workload = workload_of(batch, seq, new_tokens, train, optimizer)
         opened = make_plan(first, workload, devices_of(devices, settings["max_memory"]), settings)
     study = opened.study(sizes=what_if)
-    figures = opened.estimate() if study is None else study.estimate
+    estimate = opened.estimate() if study is None else study.estimate
     others = _alternatives(opened) if compare and study is None else ()
-    cells = _cells(opened, second or opened.plan.target, figures) if what_if and study is None else ()
+    cells = _cells(opened, second or opened.plan.target, estimate) if what_if and study is None else ()
     with step("drawing"):
         page = make_page(
-            opened.plan, figures, opened.profile, opened.cluster, title=opened.loaded.title,
+            opened.plan, estimate, opened.profile, opened.cluster, title=opened.loaded.title,
             notes=opened.loaded.notes, alternatives=others, cells=cells, study=study,
         )  # fmt: skip
     _write(out, page)
@@ -178,7 +178,7 @@ def _alternatives(opened: Opened) -> "tuple[Alternative, ...]":
     return (*found.alternatives, *found.peers)
 
 
-def _cells(opened: Opened, text: str, figures: "Estimate") -> "tuple[Cell, ...]":
+def _cells(opened: Opened, text: str, estimate: "Estimate") -> "tuple[Cell, ...]":
     """Price other sizes and devices, each from a recorded run of its own."""
     from autoshard.api import profile
     from autoshard.cli.target import of_other_size
@@ -203,7 +203,7 @@ def _cells(opened: Opened, text: str, figures: "Estimate") -> "tuple[Cell, ...]"
 
     with step("pricing other sizes and devices"):
         sizes = loaded.sizes or recorded.workload
-        return tuple(cells(plan, figures, recorded, opened.cluster, sizes, record, plan_anew))
+        return tuple(cells(plan, estimate, recorded, opened.cluster, sizes, record, plan_anew))
 
 
 @reports_errors

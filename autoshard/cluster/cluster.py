@@ -7,7 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.links import LOOPBACK, Links, Pace, make_links
+from autoshard.cluster.links import LOOPBACK, LinkRate, Links, make_links
 from autoshard.plan import PlanDevice
 
 RESERVED = 0.05
@@ -63,24 +63,24 @@ class Cluster:
     def link_tables(self) -> tuple[np.ndarray, np.ndarray]:
         """[D, D] seconds of latency, and bytes per second, from row to column; 0 and 1 from a device to itself."""
         names = self.names
-        paces = [self.links.pace(a, b) if a != b else (0.0, 1.0) for a in names for b in names]
-        latency, rate = np.array(paces).reshape(len(names), len(names), 2).transpose(2, 0, 1)
+        rates = [self.links.rate(a, b) if a != b else (0.0, 1.0) for a in names for b in names]
+        latency, rate = np.array(rates).reshape(len(names), len(names), 2).transpose(2, 0, 1)
         latency.setflags(write=False)
         rate.setflags(write=False)
         return latency, rate
 
-    def among(self, names: Sequence[str]) -> tuple[Pace, ...]:
+    def slowest_links(self, names: Sequence[str]) -> tuple[LinkRate, ...]:
         """The links of a ring through some devices, machine by machine and back to the first; equal ones once."""
         key = tuple(names)
-        if key not in self._among:
+        if key not in self._slowest_links:
             hosts = dict.fromkeys(self.device(name).host for name in key)
             order = [name for host in hosts for name in key if self.device(name).host == host]
-            ring = [self.links.pace(a, b) for a, b in zip(order, [*order[1:], *order[:1]], strict=True) if a != b]
-            self._among[key] = tuple(dict.fromkeys(ring))
-        return self._among[key]
+            ring = [self.links.rate(a, b) for a, b in zip(order, [*order[1:], *order[:1]], strict=True) if a != b]
+            self._slowest_links[key] = tuple(dict.fromkeys(ring))
+        return self._slowest_links[key]
 
     @cached_property
-    def _among(self) -> dict[tuple[str, ...], tuple[Pace, ...]]:
+    def _slowest_links(self) -> dict[tuple[str, ...], tuple[LinkRate, ...]]:
         return {}
 
     def between_processes(self) -> "Cluster":

@@ -29,7 +29,7 @@ Rate = tuple[float, float]
 """bytes_per_second, latency_seconds"""
 LOOPBACK: Rate = (1e9, 4e-4)
 """Between two processes, by gloo, on two EPYC cores: all-reduces of 4 B 0.3 to 0.5 ms, of 4 MiB 5 to 6."""
-Pace = tuple[float, float]
+LinkRate = tuple[float, float]
 """Latency in seconds, and bytes per second."""
 Pair = tuple[str, str]
 
@@ -57,7 +57,7 @@ class Links:
         rate, latency = self._implied_rate(source, destination)
         return Link(source=source, destination=destination, bytes_per_second=rate, latency_seconds=latency)
 
-    def pace(self, source: str, destination: str) -> Pace:
+    def rate(self, source: str, destination: str) -> LinkRate:
         """Latency and bytes per second of one pair."""
         known = self.known.get((source, destination))
         if known is not None:
@@ -77,12 +77,12 @@ class Links:
         """Every ordered pair of devices."""
         return ((a, b) for a in self._ends for b in self._ends if a != b)
 
-    def groups(self) -> dict[Pace, tuple[int, list[Pair]]]:
+    def groups(self) -> dict[LinkRate, tuple[int, list[Pair]]]:
         """Links that are equal to three digits: (latency, bytes per second) -> how many, and the first two pairs."""
-        exact: dict[Pace, tuple[int, list[Pair]]] = {}
+        exact: dict[LinkRate, tuple[int, list[Pair]]] = {}
         for pair in self.pairs:
-            _count(exact, self.pace(*pair), 1, [pair])
-        found: dict[Pace, tuple[int, list[Pair]]] = {}
+            _count(exact, self.rate(*pair), 1, [pair])
+        found: dict[LinkRate, tuple[int, list[Pair]]] = {}
         for (latency, rate), (count, pairs) in exact.items():
             _count(found, (float(f"{latency:.2g}"), float(f"{rate:.3g}")), count, pairs)
         return found
@@ -102,9 +102,9 @@ class Links:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _count(found: dict[Pace, tuple[int, list[Pair]]], pace: Pace, more: int, pairs: list[Pair]) -> None:
-    count, first = found.get(pace, (0, []))
-    found[pace] = count + more, first if len(first) > 1 else [*first, *pairs][:2]
+def _count(found: dict[LinkRate, tuple[int, list[Pair]]], rate: LinkRate, more: int, pairs: list[Pair]) -> None:
+    count, first = found.get(rate, (0, []))
+    found[rate] = count + more, first if len(first) > 1 else [*first, *pairs][:2]
 
 
 def make_links(

@@ -169,7 +169,7 @@ def even_hosts(count: int, row: Hardware) -> list[int]:
 
 def even_note(asked: str, sizes: Sequence[int]) -> str:
     """How `even_hosts` divided devices, in a sentence."""
-    among, count = f"{len(sizes)} hosts of {sizes[0]}", sum(sizes)
+    hosts_text, count = f"{len(sizes)} hosts of {sizes[0]}", sum(sizes)
     if sizes[0] != sizes[-1]:
-        among = f"{len(sizes)} hosts of {sizes[-1]} or {sizes[0]}, as even as possible"
-    return f"{count}x{asked} is taken as {among}; for a single one write '1 host of {count}x{asked}'."
+        hosts_text = f"{len(sizes)} hosts of {sizes[-1]} or {sizes[0]}, as even as possible"
+    return f"{count}x{asked} is taken as {hosts_text}; for a single one write '1 host of {count}x{asked}'."

@@ -16,9 +16,9 @@ _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 def tell(unit: str, done: int, total: int | None = None) -> None:
     """Tell who watches, if anyone, that `done` of `total` (None: not known) are done; `unit` is "bytes", "ops", …"""
-    told = _watcher.get()
-    if told is not None:
-        told(unit, done, total)
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(unit, done, total)
 
 
 def watcher() -> Watcher | None:
@@ -27,9 +27,9 @@ def watcher() -> Watcher | None:
 
 
 @contextlib.contextmanager
-def watched_by(told: Watcher | None) -> Iterator[None]:
-    """Have everything told inside the block go to `told`; None for nobody."""
-    before = _watcher.set(told)
+def watched_by(watcher: Watcher | None) -> Iterator[None]:
+    """Have everything told inside the block go to `watcher`; None for nobody."""
+    before = _watcher.set(watcher)
     try:
         yield
     finally:

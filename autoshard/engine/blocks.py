@@ -12,9 +12,9 @@ from math import prod
 from typing import Any, Literal, cast
 
 from autoshard.axes.batch import follow
+from autoshard.axes.communication import Lookup
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.loss import cut_loss
-from autoshard.axes.places import Lookup
 from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, name_of
@@ -153,10 +153,10 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True
     """
     graph = walk.graph
     places = (follow(walk, value, 0) for value in graph.inputs)
-    rows = next((found for found in places if found is not None and found.leaf.size == samples), None)
+    rows = next((found for found in places if found is not None and found.factor.size == samples), None)
     if rows is None:
         raise PlanError("no input has a dimension for the batch: it can't be priced for other batches.")
-    batch = {value for value in walk.axes if walk.cut_dims(value, rows.leaf)}
+    batch = {value for value in walk.axes if walk.cut_dims(value, rows.factor)}
     found, lookup = find_groups(graph), Lookup(graph)
     blocks: list[Block] = []
     seen: set[int] = set()
@@ -212,8 +212,8 @@ def _block(
     stored = {graph.values[value].storage for value in tensors}
     read = {value for index in indices for value in graph.ops[index].inputs if value in tensors}
     parameters = [tensors[value] for value in read if tensors[value].kind == "parameter"]
-    groups = [group for group in groups if any(group.walk.cut_dims(value, group.leaf) for value in read)]
-    cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.leaf)}
+    groups = [group for group in groups if any(group.walk.cut_dims(value, group.factor) for value in read)]
+    cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.factor)}
     grouped = expert_weights(graph, (graph.ops[index] for index in indices))
     read_here = {graph.values[value].storage for value in read}
     experts = {storage: count for storage, count in dispatched_weights(graph).items() if storage in read_here} | grouped

@@ -53,11 +53,11 @@ class Network:
             return 0.0
         ring = 2 * self.all_gather(group, nbytes)
         levels = ceil(log2(group.size))
-        pace = self.local if group.hosts == 1 else min(self.local, self.between * group.per_host)
+        bytes_per_second = self.local if group.hosts == 1 else min(self.local, self.between * group.per_host)
         latency = self.topology.local_latency_seconds
         if group.hosts > 1:
             latency = max(latency, self.topology.network_latency_seconds)
-        return min(ring, 2 * levels * latency + 2 * nbytes / pace)
+        return min(ring, 2 * levels * latency + 2 * nbytes / bytes_per_second)
 
     def all_to_all(self, group: Group, nbytes: float) -> float:
         """Seconds until each rank has sent an equal part of its `nbytes` bytes to each other rank."""

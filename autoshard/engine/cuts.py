@@ -12,7 +12,7 @@ from math import ceil, prod
 
 import numpy as np
 
-from autoshard.axes.axis import Factor, describe, leaves, local_size
+from autoshard.axes.axis import Factor, describe, factors_of, local_size
 from autoshard.axes.decomposed import DECOMPOSED
 from autoshard.axes.regions import OUTSIDE, element_of, outside_ops
 from autoshard.axes.rules import RULES
@@ -42,12 +42,12 @@ class CutTrace:
     Attributes:
         parts: value -> the part of it that each rank has; values that all ranks have whole are absent.
         collectives: of a forward, block by block.
-        lost: blocks in which a cut could not be followed.
+        unshardable: blocks in which a cut could not be followed.
     """
 
     parts: dict[int, Parts] = field(default_factory=dict)
     collectives: list[Collective] = field(default_factory=list)
-    lost: list[str] = field(default_factory=list)
+    unshardable: list[str] = field(default_factory=list)
 
     def of_pass(self, training: bool) -> list[Collective]:
         """The collectives of a forward, and in training those of its backward."""
@@ -71,9 +71,9 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tr
     devices = of_every_device(ranks, cluster)
     latency = max(device.compute_seconds for device in devices) + seconds
     notes = profile.graph.notes
-    if traced.lost:
-        shown = ", ".join(path or "the model itself" for path in traced.lost[:3])
-        more = f" and {len(traced.lost) - 3} more" if len(traced.lost) > 3 else ""
+    if traced.unshardable:
+        shown = ", ".join(path or "the model itself" for path in traced.unshardable[:3])
+        more = f" and {len(traced.unshardable) - 3} more" if len(traced.unshardable) > 3 else ""
         notes += (f"In {shown}{more} activations are counted whole and collectives not: the cut can't be followed.",)
     return Estimate(
         devices=devices,
@@ -185,11 +185,11 @@ class Tracer:
             self._walks[names, block] = walk
         walk = self._walks[names, block]
         for cut in here:
-            leaf = _leaf(walk, cut, [self.by_name[join(block, shard.name)].value for shard in cut.shards])
-            if leaf is None:
-                traced.lost.append(block)
+            factor = _factor(walk, cut, [self.by_name[join(block, shard.name)].value for shard in cut.shards])
+            if factor is None:
+                traced.unshardable.append(block)
                 continue
-            _trace(self.graph, blocks, block, walk, leaf, cut, traced)
+            _trace(self.graph, blocks, block, walk, factor, cut, traced)
         return traced
 
 
@@ -275,30 +275,30 @@ class _Pattern:
         traced.parts.update(zip(map(values.__getitem__, self.values), self.found.parts.values(), strict=True))
         here = zip(self.found.collectives, self.ops, strict=True)
         traced.collectives += [replace(one, op=ops[at], block=block) for one, at in here]
-        traced.lost += [block] * len(self.found.lost)
+        traced.unshardable += [block] * len(self.found.unshardable)
 
 
-def _leaf(walk: AxisWalk, cut: Cut, values: list[int]) -> Factor | None:
-    """The leaf that the shards of a cut describe, if all of them have it in this run."""
+def _factor(walk: AxisWalk, cut: Cut, values: list[int]) -> Factor | None:
+    """The factor that the shards of a cut describe, if all of them have it in this run."""
     shard = cut.shards[0]
-    for leaf in leaves(walk.of(values[0])[shard.dim]):
+    for factor in factors_of(walk.of(values[0])[shard.dim]):
         good = (
-            describe(walk.of(value)[shard.dim], leaf) == shard.axis
+            describe(walk.of(value)[shard.dim], factor) == shard.axis
             for shard, value in zip(cut.shards, values, strict=True)
         )
-        if leaf.size == cut.size and all(good):
-            return leaf
+        if factor.size == cut.size and all(good):
+            return factor
     return None
 
 
 def _trace(
-    graph: ModelGraph, blocks: _Blocks, block: str, walk: AxisWalk, leaf: Factor, cut: Cut, traced: CutTrace
+    graph: ModelGraph, blocks: _Blocks, block: str, walk: AxisWalk, factor: Factor, cut: Cut, traced: CutTrace
 ) -> None:
     """Note what one cut makes smaller in one block, what is summed and what is put together."""
     uncounted, begin = graph.uncounted, graph.backward_begin
     for value, axes in walk.axes.items():
         maker = graph.values[value].op
-        if maker < 0 or blocks.of_op[maker] != block or not walk.cut_dims(value, leaf):
+        if maker < 0 or blocks.of_op[maker] != block or not walk.cut_dims(value, factor):
             continue
         if value in blocks.leaving:
             if maker < begin and maker not in uncounted:
@@ -306,14 +306,14 @@ def _trace(
                 traced.collectives.append(Collective(op=maker, block=block, gathers=True, nbytes=nbytes))
             continue
         whole = max(prod(graph.values[value].shape), 1)
-        sizes = [prod(local_size(axis, {leaf: share}) for axis in axes) / whole for share in cut.shares]
+        sizes = [prod(local_size(axis, {factor: share}) for axis in axes) / whole for share in cut.shares]
         known = traced.parts.get(value, (1.0,) * cut.degree)
         traced.parts[value] = tuple(min(one, other) for one, other in zip(known, sizes, strict=True))
     gathered = {value for value in blocks.leaving if blocks.maker(value) == block}
-    due = {contraction.op for contraction in walk.contractions if leaf in leaves(contraction.axis)}
+    summing = {contraction.op for contraction in walk.contractions if factor in factors_of(contraction.axis)}
     little = {(action.module, action.function) for action in cut.actions if action.gathered}
-    for op in sorted(due):
-        partial = any(walk.cut_dims(value, leaf) for value in graph.ops[op].inputs if value not in gathered)
+    for op in sorted(summing):
+        partial = any(walk.cut_dims(value, factor) for value in graph.ops[op].inputs if value not in gathered)
         if partial and op < begin and op not in uncounted:
             place = relative(graph.calls[graph.ops[op].call].path, block), name_of(graph.ops[op])
             added = cut.degree if place in little else 0

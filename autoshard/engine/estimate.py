@@ -52,7 +52,7 @@ class DeviceEstimate:
             "optimizer": self.optimizer_bytes,
             "activations": self.activation_bytes + self.transfer_bytes,
             "cache": self.cache_bytes,
-            "streamed": self.slot_bytes + self.stored_bytes,
+            "offloaded": self.slot_bytes + self.stored_bytes,
             "overhead": self.overhead_bytes,
         }
 
@@ -87,7 +87,7 @@ class StreamLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Streaming:
-    """What a pass of a plan with streamed modules is made of, in the long run.
+    """What a pass of a plan with offloaded modules is made of, in the long run.
 
     Attributes:
         compute_seconds: all that computes, copies of activations included.
@@ -111,7 +111,7 @@ class Event:
     """Something that occupies a device, or a link into it, for a while in a predicted pass.
 
     `kind`: "forward", "backward", "weight" (the part of backward that makes gradients of parameters, where a schedule
-    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (streamed parameters) or "optimizer";
+    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (offloaded parameters) or "optimizer";
     of plans for processes also "exchange" (collectives that kernels wait for), "gather" and "reduce" (collectives
     beside kernels) and "decode" (further tokens).
     `stage` and `microbatch` are -1 where there are none; `source` is the other end of a transfer or fetch.
@@ -184,14 +184,15 @@ class RankEstimate:
 class Estimate:
     """What a plan costs. Times are of one pass of the workload: a forward, a training step, or an answer.
 
-    Inputs are taken to be at the root's home. The peak of a generation is that of its prompt or of its last step.
+    Inputs are taken to be on the root's execution device. The peak of a generation is that of its prompt or of its last
+    step.
 
     Attributes:
         latency_seconds: one pass, devices taking turns.
         bottleneck_seconds: the busiest device with its incoming transfers: 1 / throughput when passes overlap.
         lower_bound_seconds: no plan of this kind on this cluster can have a lower value of the objective.
         gap: (objective value - lower bound) / lower bound; 0 means proved optimal.
-        streaming: of a plan with streamed modules; `latency_seconds` then overlaps bringing with computing.
+        streaming: of a plan with offloaded modules; `latency_seconds` then overlaps bringing with computing.
         pipelining: of a plan with stages; `latency_seconds` is then one pass of all micro-batches, and
             `bottleneck_seconds` the busiest device's part of it.
         collective_seconds: part of latency spent in all-reduces and all-gathers of a plan with cuts; there are
@@ -200,7 +201,7 @@ class Estimate:
         tokens_per_second: those generated, else those of the inputs, by the whole machine; 0 where inputs are none.
 
     Where tokens are generated, `latency_seconds` and the seconds of devices are those of the whole answer, and what is
-    streamed is that of one token. Transfers are those of the recorded run, a prompt and one token. Then:
+    offloaded is that of one token. Transfers are those of the recorded run, a prompt and one token. Then:
 
         prompt_seconds: until the first token; token_seconds: for each further token of every sequence.
 
@@ -218,7 +219,7 @@ class Estimate:
     bottleneck_seconds: float
     lower_bound_seconds: float
     gap: float
-    aligned: tuple[str, ...] = ()
+    mixed_device: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     collective_seconds: float = 0.0

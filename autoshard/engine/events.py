@@ -22,17 +22,17 @@ from autoshard.common.module_paths import above
 from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
 from autoshard.engine.estimate import Estimate, Event, Transfer
 from autoshard.engine.links import Collective
-from autoshard.engine.placed import check_devices, moved_copies
-from autoshard.engine.pricer import estimate_mesh
-from autoshard.engine.programs import Task, play
-from autoshard.engine.streamed import (
+from autoshard.engine.offloaded import (
     PASSES,
     Piece,
     calls_in_order,
     fetches_of,
-    streamed_modules,
-    streamed_program,
+    offloaded_modules,
+    offloaded_program,
 )
+from autoshard.engine.placed import check_devices, moved_copies
+from autoshard.engine.pricer import estimate_mesh
+from autoshard.engine.programs import Task, play
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.flow import Copy, Flow, flow
 from autoshard.plan import Plan
@@ -78,9 +78,9 @@ def _at(event: Event, begin: float) -> Event:
 
 def _in_turns(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
     """Ops and copies of a plan that places or streams modules; of several passes the one in the middle is drawn."""
-    check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
+    check_devices([*plan.placements.values(), *plan.offloaded.values()], cluster, "needs")
     graph, moves = profile.graph, flow(profile.graph, plan.placements)
-    modules = [module for module in streamed_modules(plan, graph) if module.store != module.device]
+    modules = [module for module in offloaded_modules(plan, graph) if module.store != module.device]
     calls, fetches = calls_in_order(modules, graph), fetches_of(modules, graph, cluster)
     drawn = _ordered(profile, cluster, moves, {op for call in calls for op in call[:2]})
     ops = [op for op, _ in drawn]
@@ -90,7 +90,7 @@ def _in_turns(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
         Piece(seconds=event.end_seconds, waits=waits.get(place, -1), frees=frees.get(place, -1))
         for place, (_, event) in enumerate(drawn)
     ]
-    program, ends = streamed_program(pieces, fetches, PASSES if fetches else 1)
+    program, ends = offloaded_program(pieces, fetches, PASSES if fetches else 1)
     played = play(program)
     middle = len(ends) // 2
     first, begin = (ends[middle - 1] + 1, played.ends[ends[middle - 1]]) if middle else (0, 0.0)
@@ -239,13 +239,13 @@ def _backward_end(graph: ModelGraph, collective: Collective) -> int:
 
 
 def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estimate) -> list[Event]:
-    """Parts of the batch go out, every replica computes, gradients are summed, results come home.
+    """Parts of the batch go out, every replica computes, gradients are summed, results come back.
 
     The estimate has one figure for what a device computes; forward and backward share it as they do on one device.
     """
-    lanes, home, copies = _Lanes(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
+    lanes, first, copies = _Lanes(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
     for one in estimate.transfers:
-        copies[one.destination == home].append(_copied(one, one.seconds))
+        copies[one.destination == first].append(_copied(one, one.seconds))
     for event in copies[False]:
         lanes.add(event, stream="copies")
     begin = lanes.ends()

@@ -16,7 +16,7 @@ from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
 from autoshard.engine.local import Share, cache_elements, sums_of
-from autoshard.engine.memory import Stage, held_bytes, local_elements, outside_bytes, workspace_bytes
+from autoshard.engine.memory import Stage, live_bytes, local_elements, outside_bytes, workspace_bytes
 from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, host_seconds, layer_seconds
@@ -70,7 +70,7 @@ def price_generation(
     token = sum(parts.values())
     total = prompt + max(0, new_tokens - 1) * token
     memory = max((answer_memory(setting, stage, sequences, prompt_tokens + new_tokens) for stage in stages), key=_sum)
-    reserved = held_bytes(_sum(memory), card)
+    reserved = live_bytes(_sum(memory), card)
     used = reserved + sum(outside_bytes(recipe, card).values())
     return GenerationEstimate(
         prompt_seconds=prompt,
@@ -131,15 +131,15 @@ def token_parts(setting: Setting, stage: Stage, rows: int, context: float) -> di
     """Seconds of one token of `rows` sequences on one stage, by cause, with `context` tokens in the cache."""
     recipe, reached, card = setting.recipe, setting.reached, setting.card
     one = _last_tokens(setting, rows)
-    pace = card.bytes_per_second * reached.memory
+    bytes_per_second = card.bytes_per_second * reached.memory
     parts = dict.fromkeys(("weights", "arithmetic", "cache", "launches", "communication"), 0.0)
     host = 0.0
     for block, count in stage:
         sums = sums_of(block)
         weights = weight_bytes(block, recipe, rows)
         flops = sum(_flops(product.flops, product.experts, product.cut, one.share) for product in sums.products)
-        read, computed = weights / pace, flops / (card.flops_per_second * reached.matmul)
-        cache = _cache_bytes(block, setting, rows, context) / pace
+        read, computed = weights / bytes_per_second, flops / (card.flops_per_second * reached.matmul)
+        cache = _cache_bytes(block, setting, rows, context) / bytes_per_second
         kernels = len(sums.products) + len(sums.attentions)
         kernels += sums.eager.kernels if recipe.op_by_op else sums.fused.kernels
         parts["weights" if read > computed else "arithmetic"] += count * max(read, computed)

@@ -25,7 +25,7 @@ def all_reduce_seconds(cluster: Cluster, names: Sequence[str], nbytes: float) ->
         return 0.0
     ring = 2 * (count - 1) * _slowest(cluster, names, nbytes / count)
     levels = ceil(log2(count))
-    tree = max(2 * levels * latency + 2 * nbytes / rate for latency, rate in cluster.among(names))
+    tree = max(2 * levels * latency + 2 * nbytes / rate for latency, rate in cluster.slowest_links(names))
     return min(ring, tree)
 
 
@@ -37,7 +37,7 @@ def all_gather_seconds(cluster: Cluster, names: Sequence[str], nbytes: float) ->
 
 
 def _slowest(cluster: Cluster, names: Sequence[str], nbytes: float) -> float:
-    return max(latency + nbytes / rate for latency, rate in cluster.among(names))
+    return max(latency + nbytes / rate for latency, rate in cluster.slowest_links(names))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -175,7 +175,7 @@ def _sums(block: Block) -> Sums:
         products=tuple(_product(op) for op in block.ops if op.kind == "matmul"),
         attentions=tuple(_attention(op, made_by) for op in block.ops if op.kind == "attention"),
         views=sum(op.free for op in block.ops),
-        eager=Stream(kernels=len(plain), moved=volume_of(part for op in plain for part in _streamed(op))),
+        eager=Stream(kernels=len(plain), moved=volume_of(part for op in plain for part in _offloaded(op))),
         fused=Stream(kernels=len(groups), moved=volume_of(part for parts in groups for part in parts)),
         kept=volume_of((part for key, part in kept.items() if key not in columns), columns.values()),
         kept_fused=volume_of((part for key, part in kept_fused.items() if key not in columns), columns.values()),
@@ -222,7 +222,7 @@ def _smallest(part: TensorPart, made_by: dict[int, OpWork]) -> int:
     return least
 
 
-def _streamed(op: OpWork) -> list[TensorPart]:
+def _offloaded(op: OpWork) -> list[TensorPart]:
     if op.kind == "lookup":  # of the table, only the rows that are looked up
         return [part for part in (*op.inputs, *op.outputs) if not part.weight] + list(op.outputs)
     if op.kind == "loss":  # the logarithm of the softmax is written and read
@@ -258,7 +258,7 @@ def _outer_parts(kernel: Sequence[OpWork], ops: Sequence[OpWork]) -> list[Tensor
     later = {part.storage for op in ops if id(op) not in members and not op.free for part in op.inputs}
     everything = {part.storage for op in ops for part in op.inputs}
     read = {
-        part.storage: part for op in kernel for part in _streamed(op)
+        part.storage: part for op in kernel for part in _offloaded(op)
         if part.storage not in inside and not (op.kind == "lookup" and part.weight)
     }  # fmt: skip
     written = [part for storage, part in inside.items() if storage in later or storage not in everything]

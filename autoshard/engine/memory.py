@@ -109,7 +109,7 @@ class Memory:
         return self.reserved + sum(self.outside.values())
 
 
-def held_bytes(allocated: float, card: Card) -> float:
+def live_bytes(allocated: float, card: Card) -> float:
     """What the allocator holds where it has handed out so much at most."""
     return allocated if card.is_cpu else RESERVED_PART * allocated + RESERVED_BYTES
 
@@ -137,7 +137,7 @@ def local_elements(block: Block, recipe: Recipe) -> tuple[float, float]:
     return dense, experts / recipe.ep
 
 
-def held_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
+def live_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
     """The same for a whole stage; tied weights once where both ends are on it."""
     dense = experts = 0.0
     paths = {block.path for block, _ in stage}
@@ -187,7 +187,7 @@ def _input_bytes(block: Block, share: Share, recipe: Recipe) -> float:
 def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_flight: float) -> Memory:
     """Bytes of a rank of one pipeline stage over a training step, `in_flight` micro-batches of activations at most."""
     precision = recipe.precision
-    dense, experts = held_elements(stage, recipe)
+    dense, experts = live_elements(stage, recipe)
     shard = dense / recipe.shards + experts / recipe.expert_shards
     replicas = recipe.dp if recipe.zero else 1
     optimizer = precision.optimizer_bytes * (
@@ -234,7 +234,7 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
     if recipe.shards < 2:
         return largest, max(outer, default=0.0), 0.0
     if recipe.stays_whole:
-        dense, experts = held_elements(stage, recipe)
+        dense, experts = live_elements(stage, recipe)
         return largest, max(outer, default=0.0), (dense + experts) * recipe.precision.compute
     layers = sum(min(GATHERED_LAYERS, count) for block, _, count in each if block.layer)
     whole = sum(outer) + min(GATHERED_LAYERS, layers) * largest

@@ -46,7 +46,7 @@ class StageBoundary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageFigures:
+class StageCost:
     """One stage for one micro-batch.
 
     `launch_seconds`: the part of all its seconds that ops need to be launched. `trained`: bytes of the parameters that
@@ -66,25 +66,25 @@ class StageFigures:
 class PipelinePass:
     """A pipeline in numbers: its stages, what goes over their boundaries, and what came of them by the clock.
 
-    `aligned`, `written_back`: as in `Plan`.
+    `mixed_device`, `written_back`: as in `Plan`.
     """
 
-    stages: tuple[StageFigures, ...]
+    stages: tuple[StageCost, ...]
     boundaries: tuple[StageBoundary, ...]
-    aligned: tuple[str, ...]
+    mixed_device: tuple[str, ...]
     written_back: tuple[str, ...]
     simulated: Simulated
 
-    def done(self, position: int) -> float:
+    def done(self, pp_rank: int) -> float:
         """Seconds until a device has done its actions."""
-        return max((ran.end for ran in self.simulated.ran if ran.device == position), default=0.0)
+        return max((ran.end for ran in self.simulated.ran if ran.device == pp_rank), default=0.0)
 
 
 def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
     """Work out the stages of a pipeline and run all forwards, then all backwards, by the clock.
 
-    Outputs go to the root's home, and a parameter that several stages read is copied to them. Raises `PlanError` if the
-    plan does not say how the batch is divided, or its stages don't have all parameters.
+    Outputs go to the root's execution device, and a parameter that several stages read is copied to them. Raises
+    `PlanError` if the plan does not say how the batch is divided, or its stages don't have all parameters.
     """
     mesh, batch, count = plan.mesh, plan.batch, plan.num_microbatches
     if mesh is None or batch is None or len(plan.stages) != mesh.pp:
@@ -105,9 +105,9 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
         mine = np.where(np.array(staged.op_stage, np.int64) == index, op_seconds(part, device), 0.0)
         ahead, back = mine[: part.graph.backward_begin], mine[part.graph.backward_begin :]
         again = ahead[memory.runs_again[: len(ahead)]]
-        own = tuple(nbytes for tensor, nbytes in trained if memory.held[tensor] == index)
+        own = tuple(nbytes for tensor, nbytes in trained if memory.owner[tensor] == index)
         stages.append(
-            StageFigures(
+            StageCost(
                 device=name, forward_seconds=float(ahead.sum()), backward_seconds=float(back.sum() + again.sum()),
                 recompute=stage.recompute and training, nbytes=memory.of(index, device, own), trained=own,
                 launch_seconds=device.launch_seconds * sum(map(np.count_nonzero, (ahead, back, again))),
@@ -121,7 +121,7 @@ def run_plan(plan: Plan, profile: Profile, cluster: Cluster) -> PipelinePass:
         returns=[_over(boundary.returned, cluster, names, i, -1) for i, boundary in enumerate(boundaries)],
     )
     return PipelinePass(
-        stages=tuple(stages), boundaries=boundaries, aligned=memory.moves.aligned,
+        stages=tuple(stages), boundaries=boundaries, mixed_device=memory.moves.mixed_device,
         written_back=memory.moves.written_back,
         simulated=simulate(make_order("gpipe", len(names), count, training=training), times),
     )  # fmt: skip
@@ -151,11 +151,11 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     run = run_plan(plan, profile, cluster)
     workload, count, stages = profile.workload, plan.num_microbatches, run.stages
     rows, events, latency = dict[str, DeviceEstimate](), _events(run), 0.0
-    for position, stage in enumerate(stages):
+    for pp_rank, stage in enumerate(stages):
         name, device = stage.device, cluster.device(stage.device)
         step = optimizer_seconds(sum(stage.trained) * workload.training, workload, device)
-        rows[name] = _device_estimate(run, position, device, count, workload, step)
-        begin = run.done(position)
+        rows[name] = _device_estimate(run, pp_rank, device, count, workload, step)
+        begin = run.done(pp_rank)
         latency = max(latency, begin + step)
         events += [_event(name, "optimizer", begin, begin + step)] if step else []
     launch = count * sum(stage.launch_seconds for stage in stages)
@@ -169,7 +169,7 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         bottleneck_seconds=busiest,
         lower_bound_seconds=bound,
         gap=gap_above(busiest if plan.objective == "throughput" and not workload.training else latency, bound),
-        aligned=run.aligned,
+        mixed_device=run.mixed_device,
         written_back=run.written_back,
         notes=profile.graph.notes,
         pipelining=Pipelining(
@@ -182,38 +182,38 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
 
 
 def _device_estimate(
-    run: PipelinePass, position: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
+    run: PipelinePass, pp_rank: int, device: Device, microbatches: int, workload: Workload, step_seconds: float
 ) -> DeviceEstimate:
     """Bytes and seconds of one device; the parts are what is live at the moment of the peak, so they add up to it."""
-    held = run.stages[position].nbytes
-    gradient, activation = _peak(run, position, microbatches, workload, device)
-    used = held.parameter + held.buffer + held.optimizer + held.inputs + gradient + activation
+    owner = run.stages[pp_rank].nbytes
+    gradient, activation = _peak(run, pp_rank, microbatches, workload, device)
+    used = owner.parameter + owner.buffer + owner.optimizer + owner.inputs + gradient + activation
     overhead = device.overhead_bytes if used else 0
     return DeviceEstimate(
         name=device.name,
         memory_bytes=device.memory_bytes,
-        parameter_bytes=held.parameter,
-        buffer_bytes=held.buffer,
+        parameter_bytes=owner.parameter,
+        buffer_bytes=owner.buffer,
         gradient_bytes=gradient,
-        optimizer_bytes=held.optimizer,
-        activation_bytes=activation + held.inputs,
+        optimizer_bytes=owner.optimizer,
+        activation_bytes=activation + owner.inputs,
         overhead_bytes=overhead,
         peak_bytes=used + overhead,
-        compute_seconds=run.simulated.busy[position] + step_seconds,
-        transfer_seconds=sum(sent.end - sent.begin for sent in run.simulated.sent if sent.destination == position),
+        compute_seconds=run.simulated.busy[pp_rank] + step_seconds,
+        transfer_seconds=sum(sent.end - sent.begin for sent in run.simulated.sent if sent.destination == pp_rank),
     )
 
 
-def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
+def _peak(run: PipelinePass, pp_rank: int, microbatches: int, workload: Workload, device: Device) -> tuple[int, int]:
     """(gradients, activations) of a device when both together are largest.
 
     Each micro-batch keeps its saved activations; what runs adds the largest of its own. After the last forward outputs
     of micro-batches become one tensor, beside them, through which one backward goes; at the end gradients meet the
     optimizer step.
     """
-    stage, training = run.stages[position], workload.training
+    stage, training = run.stages[pp_rank], workload.training
     one = stage.nbytes
-    kept = one.kept if training else one.lasting  # of a micro-batch, after its forward
+    kept = one.kept if training else one.outputs_and_cache  # of a micro-batch, after its forward
     there, peaks = microbatches * kept, [(0, (microbatches - 1) * kept + one.forward)]
     if microbatches > 1:
         peaks.append((0, there + microbatches * one.outputs))
@@ -227,7 +227,7 @@ def _peak(run: PipelinePass, position: int, microbatches: int, workload: Workloa
         coming = one.returning * (microbatches - back - 1) if one.leaving else 0
         running = one.backward if back else one.first_backward
         peaks.append((one.gradient if back else 0, there - one.kept + coming + running))
-        there -= one.kept - one.lasting
+        there -= one.kept - one.outputs_and_cache
     step = optimizer_step_bytes(list(stage.trained), workload.optimizer, not device.name.startswith("cpu"))
     return max([*peaks, (one.gradient, there + step)], key=sum)
 
@@ -269,7 +269,7 @@ def _sent_tensors(boundaries: Sequence[StageBoundary], action: PipeAction) -> tu
     return boundaries[action.stage].tensors if action.kind == "F" else boundaries[action.stage - 1].returned
 
 
-def _stage_estimate(stage: StageFigures, in_flight: int) -> StageEstimate:
+def _stage_estimate(stage: StageCost, in_flight: int) -> StageEstimate:
     return StageEstimate(
         device=stage.device,
         forward_seconds=stage.forward_seconds,

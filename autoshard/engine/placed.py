@@ -58,7 +58,7 @@ def estimate_placed(profile: Profile, cluster: Cluster, moves: Flow, objective: 
         bottleneck_seconds=max(row.compute_seconds + row.transfer_seconds for row in devices),
         lower_bound_seconds=0.0,
         gap=0.0,
-        aligned=moves.aligned,
+        mixed_device=moves.mixed_device,
         written_back=moves.written_back,
         notes=profile.graph.notes,
     )

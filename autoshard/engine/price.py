@@ -9,7 +9,7 @@ from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import Efficiency, efficiency_of
 from autoshard.engine.local import Share, cache_elements, sums_of
-from autoshard.engine.memory import Memory, Stage, held_elements, local_elements, share_of, step_memory
+from autoshard.engine.memory import Memory, Stage, live_elements, local_elements, share_of, step_memory
 from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, layer_seconds
@@ -378,7 +378,7 @@ def synchronised_seconds(setting: Setting, stage: Stage) -> float:
     if recipe.dp * recipe.cp < 2 or recipe.fsdp > 1:
         return 0.0
     group = group_of(network.topology, recipe.dp * recipe.cp, recipe.stride("cp"))
-    dense, experts = held_elements(stage, recipe)
+    dense, experts = live_elements(stage, recipe)
     elements = dense + experts / min(recipe.ep, group.size)
     if recipe.zero:
         reduced = network.reduce_scatter(group, elements * recipe.precision.reduce)
@@ -389,7 +389,7 @@ def synchronised_seconds(setting: Setting, stage: Stage) -> float:
 def optimizer_seconds(setting: Setting, stage: Stage) -> float:
     """Seconds of the optimizer's step on one rank of a stage."""
     recipe, precision = setting.recipe, setting.recipe.precision
-    dense, experts = held_elements(stage, recipe)
+    dense, experts = live_elements(stage, recipe)
     elements = dense / recipe.shards + experts / recipe.expert_shards
     if recipe.zero:
         elements /= recipe.dp

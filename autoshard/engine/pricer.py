@@ -1,4 +1,4 @@
-"""What any plan for one process costs: placed, streamed, with cuts, with replicas or stages.
+"""What any plan for one process costs: placed, offloaded, with cuts, with replicas or stages.
 
 An answer is a prompt and n - 1 further tokens, each priced as a pass. Memory is that of the recorded run, whose last
 step finds the cache of the whole answer.
@@ -11,10 +11,10 @@ from functools import cached_property
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.engine.estimate import Estimate, gap_above
+from autoshard.engine.offloaded import compute_devices, estimate_offloaded, streaming_bound
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.placed import check_devices, estimate_placed, lower_bound
 from autoshard.engine.replicas import estimate_replicas
-from autoshard.engine.streamed import compute_devices, estimate_streamed, streaming_bound
 from autoshard.errors import PlanError
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
@@ -43,21 +43,21 @@ def price(
     """
     if plan.mesh is not None or plan.cuts:
         return Pricer(profile, cluster).answer(plan)
-    check_devices([*plan.placements.values(), *plan.streamed.values()], cluster, "needs")
+    check_devices([*plan.placements.values(), *plan.offloaded.values()], cluster, "needs")
     moves = flow_of_plan or flow(profile.graph, plan.placements)
     bound = lower_bound_seconds
-    if bound is None and plan.streamed:
+    if bound is None and plan.offloaded:
         bound = streaming_bound(profile, cluster, plan.objective, compute_devices(cluster))
     elif bound is None:
         bound = lower_bound(profile, cluster, divided=plan.objective == "throughput")
 
     def recorded(half: Profile) -> Estimate:
         used = replace(moves, uncounted=half.graph.uncounted)
-        if plan.streamed:
-            return estimate_streamed(plan, half, cluster, used)
+        if plan.offloaded:
+            return estimate_offloaded(plan, half, cluster, used)
         return estimate_placed(half, cluster, used, plan.objective)
 
-    found = of_answer(recorded(profile), profile, recorded, in_turns=not plan.streamed)
+    found = of_answer(recorded(profile), profile, recorded, in_turns=not plan.offloaded)
     value = found.bottleneck_seconds if plan.objective == "throughput" else found.latency_seconds
     return replace(found, lower_bound_seconds=bound, gap=gap_above(value, bound))
 
@@ -76,7 +76,7 @@ class Pricer:
         return Tracer(self.profile.graph)
 
     def __call__(self, plan: Plan) -> Estimate:
-        known = next((figures for one, figures in self._known if one == _decisions(plan)), None)
+        known = next((estimate for one, estimate in self._known if one == _decisions(plan)), None)
         if known is None:
             if plan.mesh is not None:
                 known = estimate_mesh(plan, self.profile, self.cluster)
@@ -103,7 +103,7 @@ class Pricer:
 
 def _decisions(plan: Plan) -> Plan:
     """What of a plan its price depends on: not what it says about itself, nor what is noted for the run."""
-    return replace(plan, reasons=(), whole=(), results=(), aligned=(), written_back=())
+    return replace(plan, reasons=(), whole=(), results=(), mixed_device=(), written_back=())
 
 
 def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoshard.engine.generation import GenerationEstimate, answer_memory, prompt_parts, token_parts
-from autoshard.engine.memory import held_bytes, outside_bytes
+from autoshard.engine.memory import live_bytes, outside_bytes
 from autoshard.engine.price import (
     Setting,
     StepEstimate,
@@ -19,7 +19,7 @@ Curve = tuple[tuple[str, Mapping[str, float]], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankFigures:
+class RankCost:
     """The ranks of one pipeline position.
 
     `compute_seconds`: in which kernels run, the optimizer's included; `exposed_seconds`: in which communication is
@@ -35,7 +35,7 @@ class RankFigures:
     used_bytes: float
 
 
-def step_ranks(setting: Setting, step: StepEstimate) -> list[RankFigures]:
+def step_ranks(setting: Setting, step: StepEstimate) -> list[RankCost]:
     """Figures of each pipeline rank in a training step."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
@@ -49,7 +49,7 @@ def step_ranks(setting: Setting, step: StepEstimate) -> list[RankFigures]:
         waits = busy - kernels + max(synchronised_seconds(setting, stages[index]) for index in own)
         curve = tuple((moment.name, moment.kinds) for moment in memory.curve)
         found.append(
-            RankFigures(
+            RankCost(
                 stages=tuple(own), compute_seconds=kernels + optimizer, exposed_seconds=max(0.0, waits),
                 idle_seconds=_rest(step.seconds, kernels + optimizer + max(0.0, waits)), curve=curve,
                 used_bytes=memory.used,
@@ -58,7 +58,7 @@ def step_ranks(setting: Setting, step: StepEstimate) -> list[RankFigures]:
     return found
 
 
-def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, new_tokens: int) -> list[RankFigures]:
+def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, new_tokens: int) -> list[RankCost]:
     """Figures of each pipeline rank in an answer; `setting` and `sequences` are those of `answer_setting`."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
     groups, found = recipe.num_microbatches, []
@@ -72,9 +72,9 @@ def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, n
         begin = answer_memory(setting, stage, sequences, prompt)
         loaded = {kind: nbytes for kind, nbytes in begin.items() if kind in ("weights", "workspace")}
         curve: Curve = (("weights loaded", loaded), ("prompt", begin), ("last token", full))
-        used = held_bytes(sum(full.values()), setting.card) + sum(outside_bytes(recipe, setting.card).values())
+        used = live_bytes(sum(full.values()), setting.card) + sum(outside_bytes(recipe, setting.card).values())
         found.append(
-            RankFigures(
+            RankCost(
                 stages=(rank,), compute_seconds=compute, exposed_seconds=network,
                 idle_seconds=_rest(answer.seconds, compute + network), used_bytes=used,
                 curve=curve if new_tokens else curve[:2],

@@ -37,8 +37,8 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> Estimat
     if mesh is None or batch is None:
         raise PlanError("this plan has no replicas, or does not say how to divide the batch. Make the plan again.")
     devices = [cluster.device(device.name) for device in plan.devices[: mesh.data]]
-    figures = ReplicaPricer(RowSizes(profile, batch), count=mesh.data)
-    run = figures.run(cluster, devices, rows_per_replica(batch, mesh.shares, mesh.data))
+    pricer = ReplicaPricer(RowSizes(profile, batch), count=mesh.data)
+    run = pricer.run(cluster, devices, rows_per_replica(batch, mesh.shares, mesh.data))
     by_name = {one.name: replace(one, transfer_seconds=run.sum_seconds) for one in run.replicas}
     bound = lower_bound(profile, cluster, divided=True)
     return Estimate(
@@ -188,8 +188,11 @@ def _transfers(cluster: Cluster, names: Sequence[str], shares: Sequence[int], ro
     """Inputs from the first device to the others, and outputs back."""
     made = []
     for name, share in zip(names[1:], shares[1:], strict=True):
-        ways = ((names[0], name, rows.input_bytes, (INPUTS, "")), (name, names[0], rows.output_bytes, ("", OUTPUTS)))
-        for source, target, nbytes, (producer, consumer) in ways:
+        directions = (
+            (names[0], name, rows.input_bytes, (INPUTS, "")),
+            (name, names[0], rows.output_bytes, ("", OUTPUTS)),
+        )
+        for source, target, nbytes, (producer, consumer) in directions:
             size = round(nbytes * rows.part(share))
             if size:
                 made.append(Transfer(

@@ -4,7 +4,7 @@
     forward     the most activations while the stage runs it
     kept        saved activations between its forward and its backward, with what the stage received
     backward    the most activations while it runs, with the gradients that are being made
-    lasting     what stays to the end of the pass: outputs
+    outputs     what stays to the end of the pass: outputs
 
 `flow` says what lives when, with every stage as a device of its own.
 """
@@ -29,9 +29,10 @@ class StageBytes:
     """Bytes of one stage, in the terms of the module docstring. `gradient`: of all its parameters.
 
     `first_backward` has the gradients made so far, `backward` of a later micro-batch only those being made.
-    `lasting`: what stays to the end of the pass; `outputs`: the part of it that is put together, of all micro-batches;
-    `unsaved`: the part of these that autograd does not hold, which goes then. `leaving`: outputs that are copied to the
-    device of the inputs, and `arriving` there, `returning`: the part of both that a gradient comes back to.
+    `outputs_and_cache`: what stays to the end of the pass; `outputs`: the part of it that is put together, of all
+    micro-batches; `unsaved`: the part of these that autograd does not hold, which goes then. `leaving`: outputs that
+    are copied to the device of the inputs, and `arriving` there, `returning`: the part of both that a gradient
+    comes back to.
     """
 
     parameter: int = 0
@@ -43,7 +44,7 @@ class StageBytes:
     kept: int = 0
     first_backward: int = 0
     backward: int = 0
-    lasting: int = 0
+    outputs_and_cache: int = 0
     outputs: int = 0
     unsaved: int = 0
     leaving: int = 0
@@ -55,14 +56,14 @@ class StageMemory:
     """What lives on which stage in one pass of one micro-batch; `graph` is that of the micro-batch.
 
     Attributes:
-        held: parameter or buffer -> the stage that has it; others that read it get a copy.
+        owner: parameter or buffer -> the stage that has it; others that read it get a copy.
         runs_again: mask of the forward ops that run a second time.
     """
 
     def __init__(self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage]) -> None:
         self.whole, self.graph = whole, graph
         moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths})
-        self.held = {name: int(stage) for name, stage in moves.tensor_device.items()}
+        self.owner = {name: int(stage) for name, stage in moves.tensor_device.items()}
         segments = segments_of(graph, stages)
         self.runs_again = segments >= 0
         self.moves = moves = _recomputed(graph, moves, segments)
@@ -71,25 +72,25 @@ class StageMemory:
         kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
         gradients = {graph.values[value].storage for _, value in graph.gradients}
         stays = (rows.born >= begin) & (rows.born < end) & (rows.died >= end)
-        self.gradients = ~rows.copied & (_among(rows.storage, gradients) | ((kind == 0) & stays))
+        self.gradients = ~rows.copied & (_in_storages(rows.storage, gradients) | ((kind == 0) & stays))
         self.arriving = _rows_of(moves, lambda copy: copy.reason == "output")
         # One copy of a parameter is enough for all micro-batches.
         self.shared_copies = rows.copied & ((kind == 1) | _rows_of(moves, lambda copy: copy.kept))
-        self.passing = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~self.shared_copies
+        self.transient = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~self.shared_copies
         storages = {graph.values[value].storage for value in graph.outputs}
-        self.outputs = _among(rows.storage, storages) & ~rows.copied & (kind == 0) & (rows.born < begin)
+        self.outputs = _in_storages(rows.storage, storages) & ~rows.copied & (kind == 0) & (rows.born < begin)
         saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
         is_saved = [place in saved for place in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
         self.unsaved = self.outputs & ~np.array(is_saved, bool)
-        self.leaving = self.outputs & _among(
+        self.leaving = self.outputs & _in_storages(
             rows.storage, {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
         )
         died = np.where(self.outputs, end + 1, rows.died)
-        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.held)
-        caches = _among(rows.storage, {graph.values[value].storage for value in graph.state}) & ~rows.copied
+        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.alive_at_end)
+        caches = _in_storages(rows.storage, {graph.values[value].storage for value in graph.state}) & ~rows.copied
         lasts = self.outputs | with_outputs | caches
-        self.lasting = self.outputs | (self.passing & (died > end) & lasts)
-        self.graded = _among(rows.storage, {graph.values[value].storage for value in graph.outputs
+        self.outputs_and_cache = self.outputs | (self.transient & (died > end) & lasts)
+        self.graded = _in_storages(rows.storage, {graph.values[value].storage for value in graph.outputs
                                             if begin < end and graph.values[value].requires_grad})  # fmt: skip
         self.moves = replace(moves, buffers=replace(rows, died=died))
 
@@ -108,22 +109,22 @@ class StageMemory:
             buffer=static["buffer"],
             gradient=gradient,
             optimizer=gradient * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0,
-            inputs=inputs if stage == int(self.moves.homes.homes[""]) else 0,
+            inputs=inputs if stage == int(self.moves.execution_devices.devices[""]) else 0,
         )
         if str(stage) not in self.moves.devices:
             return found
         rows, begin, end = self.moves.buffers, graph.backward_begin, len(graph.ops)
         here = rows.device == self.moves.devices.index(str(stage))
         nbytes = -(-rows.nbytes // device.block_bytes) * device.block_bytes
-        passing, new = here & self.passing, here & self.gradients
+        transient, new = here & self.transient, here & self.gradients
 
         def total(mask: Array) -> int:
             return int(nbytes[here & mask].sum())
 
-        live = self.moves.timeline(str(stage), device.block_bytes, passing)
+        live = self.moves.timeline(str(stage), device.block_bytes, transient)
         made = self.moves.timeline(str(stage), device.block_bytes, new)
         being_made = np.bincount(np.ceil(rows.born[new]).astype(np.int64), nbytes[new], end + 1).astype(np.int64)
-        kept = passing & (rows.born <= begin - 1) & (rows.died - 1 >= begin)
+        kept = transient & (rows.born <= begin - 1) & (rows.died - 1 >= begin)
         outputs = here & self.outputs
         # Gradients of micro-batches wait for the last one: after the op a sum stands beside its terms.
         later = np.maximum(live + being_made, np.minimum(live, np.append(live[1:], 0)) + 2 * being_made)
@@ -134,7 +135,7 @@ class StageMemory:
             kept=total(kept),
             first_backward=int((live + made)[begin:].max(initial=0)),
             backward=int(later[begin:].max(initial=0)),
-            lasting=total(self.lasting & ~self.outputs | outputs),
+            outputs_and_cache=total(self.outputs_and_cache & ~self.outputs | outputs),
             outputs=total(outputs),
             unsaved=total(self.unsaved & outputs),
             leaving=total(self.leaving),
@@ -146,13 +147,13 @@ class StageMemory:
         """Bytes of the parameters and of the buffers that a stage has, tied ones once."""
         found, seen = {"parameter": 0, "buffer": 0}, set[int]()
         for tensor in self.graph.tensors:
-            if stage == self.held[tensor.name] and tensor.storage not in seen:
+            if stage == self.owner[tensor.name] and tensor.storage not in seen:
                 seen.add(tensor.storage)
                 found[tensor.kind] += rounded(self.graph.storages[tensor.storage].nbytes)
         return found
 
 
-def _among(storage: Array, wanted: set[int]) -> Array:
+def _in_storages(storage: Array, wanted: set[int]) -> Array:
     return np.isin(storage, list(wanted))
 
 
@@ -217,7 +218,7 @@ def _recomputed(graph: ModelGraph, moves: Flow, segments: Array) -> Flow:
                 and of_op[graph.values[value].op] != of_op[op.index]
             ):
                 given.setdefault(storage, set()).add(of_op[op.index])
-    for value in graph.held:
+    for value in graph.alive_at_end:
         inner.pop(graph.values[value].storage, None)
     first, until = dict[int, int](), dict[int, int]()  # op of backward that first reads what is recomputed; released
     for op in graph.ops[begin:]:

@@ -75,15 +75,15 @@ def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reache
         seconds, back = attention_seconds(attention, share, recipe, card, reached)
         forward, backward = forward + seconds, backward + back
     stream = sums.fused if fused else sums.eager
-    streamed = stream.moved.on(share) / (card.bytes_per_second * reached.memory)
+    offloaded = stream.moved.on(share) / (card.bytes_per_second * reached.memory)
     host = host_seconds(block, recipe, reached)
     recompute = 0.0
     if recipe.recompute == "full":
-        recompute = max(forward + streamed, host)
+        recompute = max(forward + offloaded, host)
     elif recipe.recompute == "selective":
-        recompute = sum(products[1::2]) + streamed
+        recompute = sum(products[1::2]) + offloaded
     return LayerSeconds(
-        forward=max(forward + streamed, host), backward=max(backward + 2 * streamed, 2 * host), recompute=recompute
+        forward=max(forward + offloaded, host), backward=max(backward + 2 * offloaded, 2 * host), recompute=recompute
     )
 
 

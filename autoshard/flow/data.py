@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from autoshard.plan.placement import Homes
+from autoshard.plan.placement import ExecutionDevices
 
 HOST_NAME = "host"
 """Device name of ordinary CPU tensors that belong to no planned device (literals, lifted constants); never counted."""
@@ -23,7 +23,7 @@ class Copy:
 
     Attributes:
         reason: "hook" = an argument moved at a module boundary; "align" = an op's input moved because devices mixed;
-            "model" = the model's own `.to(device)`; "output" = the root's result going home; "backward" = a gradient
+            "model" = the model's own `.to(device)`; "output" = the root's result going back; "backward" = a gradient
             following a copy back.
         producer: module that made the value (or holds the parameter), or `INPUTS`.
         consumer: the first module that needed the copy, or `OUTPUTS`.
@@ -67,25 +67,25 @@ class Flow:
         devices: names in order of first use in the placement.
         op_device: per op, index into `devices`, or -1 for the host.
         copies: in the order in which they happen.
-        aligned: modules with an op of their own whose inputs are on several devices.
+        mixed_device: modules with an op of their own whose inputs are on several devices.
         written_back: modules that write into an argument which was copied to them and is read again afterwards.
-        steps: number of ops; time `steps` is after the last one, when the outputs go home.
+        steps: number of ops; time `steps` is after the last one, when the outputs go back.
         uncounted: ops of no account (see `ModelGraph.uncounted`): nothing is live while they run, nothing is copied.
     """
 
-    homes: Homes
+    execution_devices: ExecutionDevices
     tensor_device: Mapping[str, str]
     devices: tuple[str, ...]
     op_device: tuple[int, ...]
     copies: tuple[Copy, ...]
     buffers: Buffers
-    aligned: tuple[str, ...]
+    mixed_device: tuple[str, ...]
     written_back: tuple[str, ...]
     steps: int
     uncounted: range = range(0)
 
     def counts(self, copy: Copy) -> bool:
-        """Whether a copy is made by ops that count; an output goes home after the op at which it is noted."""
+        """Whether a copy is made by ops that count; an output goes back after the op at which it is noted."""
         return copy.born - (copy.reason == "output") not in self.uncounted
 
     def timeline(self, device: str, block_bytes: int = 1, kinds: np.ndarray | None = None) -> np.ndarray:
@@ -111,7 +111,7 @@ class Flow:
         nbytes = -(-self.buffers.nbytes[mask] // block_bytes) * block_bytes
         live = _total_before(times, self.buffers.born[mask], nbytes, "right")
         live -= _total_before(times, self.buffers.died[mask] - 1, nbytes, "left")
-        live[(times > self.uncounted.start) & (times < self.uncounted.stop)] = 0  # at its start outputs go home
+        live[(times > self.uncounted.start) & (times < self.uncounted.stop)] = 0  # at its start outputs go back
         return live
 
 

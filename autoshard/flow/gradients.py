@@ -4,7 +4,7 @@
     backward    op of op 41 (device 1) makes the gradient of h' ──copy──▶ op of what made h (device 0)
 
 So a gradient goes back over a boundary when it is read on the other side. Of a parameter that was read from another
-device it goes home at once.
+device it goes there at once.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class Gradients:
     def __init__(self, walk: Walked) -> None:
         self.walk, self.graph, self.objects = walk, walk.graph, walk.objects
         self.begin = walk.graph.backward_begin
-        self._home: dict[int, int] = {}  # storage of a parameter's gradient that was brought home -> device
+        self._target: dict[int, int] = {}  # storage of a parameter's gradient that was copied -> the parameter's device
 
     def inputs_of(self, op: Op) -> tuple[tuple[int, ...], int]:
         """Return the objects a backward op reads, on its device, and the device."""
@@ -64,7 +64,8 @@ class Gradients:
         return tuple(read), device
 
     def made(self, op: Op) -> None:
-        """Bring home the gradients that an op made of parameters which its forward op read through copies."""
+        """Copy to their parameters' devices the gradients that an op made of parameters which its forward op read
+        through copies."""
         objects, values = self.objects, self.graph.values
         if op.forward < 0:
             return
@@ -74,15 +75,15 @@ class Gradients:
             if self.graph.storages[storage].kind == "parameter" and objects.buffer[obj] in objects.buffer_copied:
                 for out in op.outputs:
                     if sorted(values[out].shape) == sorted(values[value].shape):  # it may be transposed
-                        home = objects.buffer_device[objects.original_buffer[storage]]
-                        self._home[values[out].storage] = home
-                        self._move(out, home, op.index, "")
+                        target = objects.buffer_device[objects.original_buffer[storage]]
+                        self._target[values[out].storage] = target
+                        self._move(out, target, op.index, "")
 
     def finish(self) -> None:
         """Keep what is in `.grad` after the last op; other than parameters' for longer."""
         objects, graph, end = self.objects, self.graph, len(self.graph.ops)
-        lasting = [(value, end) for value in graph.lasting if graph.values[value].op >= self.begin]
-        for value, time in [*((value, end - 1) for _, value in graph.gradients), *lasting]:
+        alive_after = [(value, end) for value in graph.alive_after if graph.values[value].op >= self.begin]
+        for value, time in [*((value, end - 1) for _, value in graph.gradients), *alive_after]:
             if objects.current[value] >= 0:
                 objects.use(objects.current[value], time)
 
@@ -97,16 +98,16 @@ class Gradients:
 
     def _device(self, op: Op) -> int:
         storages = [self.graph.values[value].storage for value in op.inputs]
-        home = next((self._home[storage] for storage in storages if storage in self._home), None)
-        if home is not None:
-            return home
+        target = next((self._target[storage] for storage in storages if storage in self._target), None)
+        if target is not None:
+            return target
         if op.forward >= 0:
             return self.walk.op_device[op.forward]
         made = [value for value in op.inputs if self.graph.values[value].op >= self.begin]
         if made:
             return self.objects.device_of(self.objects.current[made[0]])
-        home = self.walk.caller  # the gradient of the loss is where that is: where outputs go, if they go
-        return self.walk.op_device[self.begin - 1] if home is None else home
+        target = self.walk.caller  # the gradient of the loss is where that is: where outputs go, if they go
+        return self.walk.op_device[self.begin - 1] if target is None else target
 
     def _object(self, value: int, forward: int, device: int) -> int:
         """The object behind a value: a gradient, what autograd saved for the forward op, or what that op read."""

@@ -44,7 +44,7 @@ class Objects:
         self.source: dict[int, int] = {}
         self.base: dict[int, int] = {}
         self.saved: dict[int, int] = {}
-        self.held: dict[int, int] = {}
+        self.alive_until: dict[int, int] = {}
         self.used: dict[int, float] = {}
         self.until: dict[int, float] = {}
         self.buffer_storage: list[int] = []
@@ -147,12 +147,12 @@ class Objects:
 
     def forward_began(self, time: int) -> None:
         """Drop what is remembered of an earlier forward: only copies of parameters are trusted from one to the next."""
-        lasting = {copy.buffer for copy in self.copies if copy.kept}
+        alive_after = {copy.buffer for copy in self.copies if copy.kept}
         for copy in self._returned:
             self.until[copy] = time
         self._returned.clear()
         for key, (copy, _) in list(self._memo.items()):
-            if self.buffer[copy] not in lasting:
+            if self.buffer[copy] not in alive_after:
                 self.until[copy] = time
                 del self._memo[key]
         self.in_forward = True
@@ -194,11 +194,11 @@ def buffer_deaths(objects: Objects, left: Mapping[int, int]) -> list[float]:
 
     `left`: object -> time by which it has gone to another device for good.
     """
-    graph, copies, to_the_end = objects.graph, objects.copies, objects.graph.held
+    graph, copies, to_the_end = objects.graph, objects.copies, objects.graph.alive_at_end
     after = len(graph.ops) + 1
     of_object, source, until = np.array(objects.buffer, int), objects.source, objects.until
-    held, used, saved = np.zeros(len(of_object)), np.full(len(of_object), -1.0), np.zeros(len(of_object))
-    for column, known_of in ((held, objects.held), (used, objects.used), (saved, objects.saved)):
+    alive_until, used, saved = np.zeros(len(of_object)), np.full(len(of_object), -1.0), np.zeros(len(of_object))
+    for column, known_of in ((alive_until, objects.alive_until), (used, objects.used), (saved, objects.saved)):
         column[list(known_of)] = list(known_of.values())
     of_value = np.array([value.died for value in graph.values], float)
     of_value[list(to_the_end)] = after
@@ -206,11 +206,11 @@ def buffer_deaths(objects: Objects, left: Mapping[int, int]) -> list[float]:
     for obj, time in left.items():
         last[obj] = last[obj] if obj in source else time
     # `known`: until when Python or autograd holds the very object: so long copies are kept
-    known, outputs = np.maximum(last, held), {copy.buffer for copy in copies if copy.reason == "output"}
+    known, outputs = np.maximum(last, alive_until), {copy.buffer for copy in copies if copy.reason == "output"}
     for obj, made_of in source.items():  # a source comes before its copies
         kept_by = last[obj] if objects.buffer[obj] in outputs else known[made_of]
         last[obj] = min(kept_by, until.get(obj, np.inf))
-        known[obj] = max(last[obj], held[obj])
+        known[obj] = max(last[obj], alive_until[obj])
 
     last_read, storage = np.array(objects.buffer_born, float), np.array(objects.buffer_storage, int)
     died = last_read + 1

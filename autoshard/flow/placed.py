@@ -9,7 +9,7 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.flow.data import Flow
 from autoshard.flow.walk import FlowWalk
-from autoshard.plan.placement import resolve_homes, tensor_devices
+from autoshard.plan.placement import resolve_execution_devices, tensor_devices
 
 _LATEST = Latest[Flow]()
 
@@ -25,7 +25,9 @@ def flow(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
 def _walk(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
     names = [tensor.name for tensor in graph.tensors]
     uncallable = [module.path for module in graph.modules if not module.callable]
-    homes = resolve_homes(placements, [module.path for module in graph.modules], names, uncallable)
-    devices = tensor_devices(homes, graph.tied())
+    execution_devices = resolve_execution_devices(
+        placements, [module.path for module in graph.modules], names, uncallable
+    )
+    devices = tensor_devices(execution_devices, graph.tied())
     stages = tuple(dict.fromkeys(placements.values()))
-    return FlowWalk(graph, homes, devices, stages).run()
+    return FlowWalk(graph, execution_devices, devices, stages).run()

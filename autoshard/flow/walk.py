@@ -1,6 +1,7 @@
 """The abstract interpretation behind `Flow`: the recorded run once more, under a placement, by the runtime's rules.
 
-A module whose arguments were copied to its home sees the copies; so do the modules inside it that are given them:
+A module whose arguments were copied to its execution device sees the copies; so do the modules inside it that are given
+them:
 
     value 7, made on device 0         object 7
     layers.1 (device 1) is called     object 9 = copy of 7 on device 1; the call's view: {7: 9}
@@ -16,7 +17,7 @@ from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients, Walked
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.views import Views
-from autoshard.plan.placement import Homes
+from autoshard.plan.placement import ExecutionDevices
 
 _LOOK_UP = torch.ops.aten.embedding.default
 
@@ -25,20 +26,27 @@ class FlowWalk(Walked):
     """State of one walk over the ops.
 
     Attributes:
-        aligned, written_back: as in `Flow`, ordered sets.
+        mixed_device, written_back: as in `Flow`, ordered sets.
     """
 
     def __init__(
-        self, graph: ModelGraph, homes: Homes, tensor_device: dict[str, str], devices: tuple[str, ...],
-    ) -> None:  # fmt: skip
-        super().__init__(graph, Objects(graph, devices or (homes.homes[""],)))
-        self.homes, self.tensor_device = homes, tensor_device
+        self,
+        graph: ModelGraph,
+        execution_devices: ExecutionDevices,
+        tensor_device: dict[str, str],
+        devices: tuple[str, ...],
+    ) -> None:
+        super().__init__(graph, Objects(graph, devices or (execution_devices.devices[""],)))
+        self.execution_devices, self.tensor_device = execution_devices, tensor_device
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
-        hooked = [*homes.hooked, *(_lookup_tables(graph, homes) if "" in homes.mixed else ())]
-        self.hooked = {path: self.device_index[homes.homes[path]] for path in hooked}
+        hooked = [
+            *execution_devices.hooked,
+            *(_lookup_tables(graph, execution_devices) if "" in execution_devices.mixed else ()),
+        ]
+        self.hooked = {path: self.device_index[execution_devices.devices[path]] for path in hooked}
         self.root_device = self.hooked[""]
         self.end = len(graph.ops)
-        self.aligned: dict[str, None] = {}
+        self.mixed_device: dict[str, None] = {}
         self.written_back: dict[str, None] = {}
         self._stack: list[int] = []
         self._views = Views(self.objects)
@@ -148,8 +156,8 @@ class FlowWalk(Walked):
 
     def _enter(self, call: Call) -> None:
         self._stack.append(call.index)
-        home = self.hooked.get(call.path)
-        if home is None:
+        device = self.hooked.get(call.path)
+        if device is None:
             return
         if call.parent < 0 and not call.backward:
             self.objects.forward_began(call.begin)
@@ -159,8 +167,8 @@ class FlowWalk(Walked):
             if value in call.contained:
                 continue
             obj = self.sees(value)
-            if self.objects.device_of(obj) != home:
-                view[value] = self.objects.copy(obj, home, call.begin, "hook", call.path)
+            if self.objects.device_of(obj) != device:
+                view[value] = self.objects.copy(obj, device, call.begin, "hook", call.path)
                 self._hold(view[value], call.end)
         self._views.given(len(self._stack), view)
 
@@ -188,15 +196,15 @@ class FlowWalk(Walked):
         own = (value for value in call.inputs if storages[values[value].storage].kind != "parameter")
         first = next(own, call.inputs[0] if call.inputs else None)
         device = None if first is None else self.objects.device_of(self.sees(first))
-        starts_home = device is None or (device == HOST_DEVICE and first not in call.contained)
-        return self.root_device if call.path == "" and starts_home else device
+        starts_there = device is None or (device == HOST_DEVICE and first not in call.contained)
+        return self.root_device if call.path == "" and starts_there else device
 
     def _leave_outermost(self, call: Call, time: int) -> None:
         """Drop the copies made for one run; bring the outputs to where the caller's inputs were."""
         self.objects.forward_ended(time)
         if self.caller is None:
             return
-        home: dict[int, int] = {}
+        device: dict[int, int] = {}
         gone: dict[int, int] = {}  # buffer -> when the output in it died
         values = self.graph.values
         for value in dict.fromkeys(call.outputs):
@@ -206,7 +214,7 @@ class FlowWalk(Walked):
                 if value in call.contained:  # the caller has it as it was given, and goes on with that
                     self.objects.drop_with_outputs(copy)
                     continue
-                home[value] = copy
+                device[value] = copy
                 self.left[obj] = time + 1  # the caller gets the copy only
                 buffer = self.objects.buffer[obj]
                 gone[buffer] = min(values[value].died, gone.get(buffer, values[value].died))
@@ -215,7 +223,7 @@ class FlowWalk(Walked):
                 value = self.objects.value[obj]
                 if value not in call.outputs and values[value].died >= gone[buffer]:  # only views held it
                     self.left[obj] = time + 1
-        self._views.given(0, home)
+        self._views.given(0, device)
 
     # ---- ops
 
@@ -244,7 +252,7 @@ class FlowWalk(Walked):
         if op.device_source != UNKNOWN:
             return self._moved_by_model(op, given)
         if self._doubtful and any(value in self._doubtful for value in op.inputs):
-            self.aligned[self.graph.calls[op.call].path] = None
+            self.mixed_device[self.graph.calls[op.call].path] = None
         device_of = self.objects.device_of
         devices = set(map(device_of, given))
         if len(devices) == 1 and HOST_DEVICE not in devices:
@@ -265,14 +273,14 @@ class FlowWalk(Walked):
         return all(device_of(obj) == device_of(placed[0]) for obj in placed)
 
     def _align(self, op: Op, given: tuple[int, ...], writes_first: bool) -> tuple[int, ...]:
-        """Bring tensors to one device: that of the one written, else the module's home, else the last stage's."""
+        """Bring tensors to one device: that of the one written, else that of the module, else the last stage's."""
         objects = self.objects
         path = self.graph.calls[op.call].path
-        self.aligned[path] = None
+        self.mixed_device[path] = None
         if writes_first:
             target = objects.device_of(given[0])
-        elif path in self.homes.homes and path not in self.homes.mixed:
-            target = self.device_index[self.homes.homes[path]]
+        elif path in self.execution_devices.devices and path not in self.execution_devices.mixed:
+            target = self.device_index[self.execution_devices.devices[path]]
         else:
             target = max(objects.device_of(obj) for obj in given)  # the last stage; the host only if there is no other
         return tuple(
@@ -296,12 +304,12 @@ class FlowWalk(Walked):
         return given, device
 
     def _named_device(self, op: Op) -> int:
-        """The device an op was told to use: that of a tensor, the host, or else the home of its module."""
+        """The device an op was told to use: that of a tensor, the host, or else the execution device of its module."""
         if op.device_source >= 0:
             return self.objects.device_of(self.sees(op.device_source))
         if op.device_source == HOST:
             return HOST_DEVICE
-        return self.device_index[self.homes.home_of(self.graph.calls[op.call].path)]
+        return self.device_index[self.execution_devices.device_of(self.graph.calls[op.call].path)]
 
     def _make_outputs(self, op: Op, read: tuple[int, ...], device: int) -> None:
         objects, values = self.objects, self.graph.values
@@ -350,9 +358,9 @@ class FlowWalk(Walked):
         self.saved[op.index, save.value] = obj
         objects.saved[obj] = max(objects.saved.get(obj, 0), save.released)
         memory_alone = save.value in op.outputs and self.graph.values[save.value].requires_grad
-        for held in () if memory_alone else (obj, objects.base.get(obj, obj)):
-            objects.saved[held] = max(objects.saved.get(held, 0), save.released)
-            objects.held[held] = max(objects.held.get(held, 0), save.released)
+        for owner in () if memory_alone else (obj, objects.base.get(obj, obj)):
+            objects.saved[owner] = max(objects.saved.get(owner, 0), save.released)
+            objects.alive_until[owner] = max(objects.alive_until.get(owner, 0), save.released)
 
     # ---- the end
 
@@ -365,16 +373,18 @@ class FlowWalk(Walked):
         order = [module.path for module in self.graph.modules]
         called = {call.path for call in self.graph.calls}
         called |= {path for inner in called for path in above(inner) if path}
-        for path in self.homes.mixed - called:  # a branch that this run did not take: nobody knows what meets in there
-            self.aligned[path] = None
+        for path in (
+            self.execution_devices.mixed - called
+        ):  # a branch that this run did not take: nobody knows what meets in there
+            self.mixed_device[path] = None
         return Flow(
-            homes=self.homes,
+            execution_devices=self.execution_devices,
             tensor_device=self.tensor_device,
             devices=objects.devices,
             op_device=tuple(self.op_device),
             copies=copies,
             buffers=buffers,
-            aligned=tuple(path for path in order if path in self.aligned),
+            mixed_device=tuple(path for path in order if path in self.mixed_device),
             written_back=tuple(path for path in order if path in self.written_back),
             steps=self.end,
             uncounted=self.graph.uncounted,
@@ -386,9 +396,11 @@ def _is_copy_into(op: Op) -> bool:
     return schema is not None and schema.name == "aten::copy_"
 
 
-def _lookup_tables(graph: ModelGraph, homes: Homes) -> list[str]:
+def _lookup_tables(graph: ModelGraph, execution_devices: ExecutionDevices) -> list[str]:
     """Modules that look up rows of a tensor of their own, which are called from code around the model as well."""
     own = {(tensor.module, tensor.storage) for tensor in graph.tensors}
     looking = [op for op in graph.ops if op.target is _LOOK_UP and not op.backward]
     found = [(graph.calls[op.call].path, graph.values[op.inputs[0]].storage) for op in looking]
-    return [path for path, storage in dict.fromkeys(found) if (path, storage) in own and path in homes.homes]
+    return [
+        path for path, storage in dict.fromkeys(found) if (path, storage) in own and path in execution_devices.devices
+    ]

@@ -37,7 +37,7 @@ class PipelineEngine:
         for number in record.stages:
             own = {
                 id(tensors[name]): tensors[name]
-                for name, holders in prepared.held.items()
+                for name, holders in prepared.stage_parameters.items()
                 if number in holders and isinstance(tensors[name], nn.Parameter)
             }
             module = StageModule(
@@ -45,7 +45,7 @@ class PipelineEngine:
                 recompute=record.plan.stages[number].recompute and not record.plan.layers,
                 split=training and record.plan.schedule == "zero-bubble",
                 engines=layers_of(model, record, number) if record.used is not None else (),
-                earlier=[tensors[name] for name, holders in prepared.held.items() if min(holders) < number],
+                earlier=[tensors[name] for name, holders in prepared.stage_parameters.items() if min(holders) < number],
             )
             self.modules.append(module)
             stages.append(_stage_of(module, number, count, record, prepared, training))
@@ -56,10 +56,13 @@ class PipelineEngine:
         """The parameters of this rank's stages, each once."""
         return list(dict.fromkeys(parameter for module in self.modules for parameter in module.parameters()))
 
-    def run(self, ways: Sequence[Prepared], inputs: list[tuple[torch.Tensor, ...]], finish: Finisher) -> None:
+    def run(self, prepared_parts: Sequence[Prepared], inputs: list[tuple[torch.Tensor, ...]], finish: Finisher) -> None:
         """Run all parts, each the way it goes. Raises `RankError` if a rank is gone."""
         for number, module in zip(self.record.stages, self.modules, strict=True):
-            module.programs, module.inputs = [way.programs[number] for way in ways], inputs
+            module.programs, module.inputs = (
+                [prepared.programs[number] for prepared in prepared_parts],
+                inputs,
+            )
         if self.has_last:
             self.modules[-1].finish = finish
         numbers = torch.arange(len(inputs))

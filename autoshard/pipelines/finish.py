@@ -38,7 +38,7 @@ class Finish:
     batch: BatchAxis | None
     parts: Sequence[BatchPart]
     targets: list[Any]
-    ways: Sequence[Prepared]
+    prepared_parts: Sequence[Prepared]
     factors: list[float]
     training: bool
     wants_losses: bool
@@ -56,7 +56,7 @@ class Finish:
         """
         if not self.wants_outputs:
             return None
-        made = [_kept(way.output(self._made[part])) for part, way in enumerate(self.ways)]
+        made = [_kept(prepared.output(self._made[part])) for part, prepared in enumerate(self.prepared_parts)]
         return made[0] if self.batch is None else merge(self.batch, made, self.parts)
 
     def check(self, reduction: Reduction) -> None:
@@ -83,7 +83,7 @@ class Finish:
         self.device = made[0].device if made else self.device
         output = loss = None
         if self.training or self.wants_losses:
-            output = self.ways[number].output(made)
+            output = self.prepared_parts[number].output(made)
             loss = self._loss_of(output, number)
         if self.wants_outputs:
             self._made[number] = tuple(_copy(tensor) for tensor in made)
@@ -109,7 +109,7 @@ class Finish:
 
     def _loss_of(self, output: Any, number: int) -> torch.Tensor | None:
         if self.loss is None:
-            return tensor_at(output, self.ways[number].loss if self.training else "loss")
+            return tensor_at(output, self.prepared_parts[number].loss if self.training else "loss")
         return call_loss(self.loss, output, self._moved(self.targets[number]))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.capture.call_log import Reading, Ref
+from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import EVEN_ORDER, FINITE
 from autoshard.capture.graph import ModelGraph
@@ -20,7 +20,7 @@ from autoshard.capture.stages import divide
 from autoshard.common.module_paths import is_below
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import leaves_in, tensors_in
-from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_reading, write_program, write_readings
+from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_value, write_program, write_value_guards
 from autoshard.pipelines.steps import RecordedCall, find_steps, is_inside
 from autoshard.runtime.chunks import BatchPart
 from autoshard.runtime.pipeline_record import PipelineRecord
@@ -36,18 +36,18 @@ class Prepared:
 
     Attributes:
         programs: stage -> its program, for the stages of this rank.
-        held: name of a parameter or buffer -> the stages that read it, or its own.
+        stage_parameters: name of a parameter or buffer -> the stages that read it, or its own.
         traffic: per boundary between stages, shape and dtype of what goes over it.
         output: puts the tensors of the last stage into what the model returns; `scalars`: paths of numbers in it.
-        readings: what was read out of tensors while the forward was recorded; `read` makes these tensors.
+        value_guards: what was read out of tensors while the forward was recorded; `read` makes these tensors.
     """
 
     programs: Mapping[int, Program]
-    held: Mapping[str, tuple[int, ...]]
+    stage_parameters: Mapping[str, tuple[int, ...]]
     traffic: tuple[tuple[Spec, ...], ...]
     output: Callable[[tuple[torch.Tensor, ...]], Any]
     scalars: tuple[str, ...]
-    readings: tuple[Reading, ...]
+    value_guards: tuple[ValueGuard, ...]
     read: Program
 
     @property
@@ -118,16 +118,16 @@ def prepare(model: nn.Module, record: PipelineRecord, part: BatchPart, *, grad: 
     _check_assumptions(found)
     _check_cuts(found, record)
     traffic = find_traffic(found, len(record.plan.stages))
-    read, readings = write_readings(found, model, record.device)
+    read, value_guards = write_value_guards(found, model, record.device)
     template = call_log.calls[0].output
     refs = [(path, graph.values[leaf.value]) for path, leaf in leaves_in(template) if isinstance(leaf, Ref)]
     return Prepared(
         programs={stage: write_program(found, stage, traffic, model, record.device) for stage in record.stages},
-        held=staged.held,
+        stage_parameters=staged.stage_parameters,
         traffic=tuple(tuple(_spec(graph, value) for value in boundary) for boundary in traffic),
         output=lambda tensors: fill_refs(template, dict(zip(graph.outputs, tensors, strict=True))),
         scalars=tuple(path for path, value in refs if value.shape == () and value.dtype.is_floating_point),
-        readings=tuple(readings),
+        value_guards=tuple(value_guards),
         read=read,
     )
 
@@ -137,12 +137,12 @@ def goes_this_way(prepared: Prepared, part: BatchPart, device: torch.device) -> 
 
     A mask without padding is left out, one with padding is not: such parts go two ways.
     """
-    if not prepared.readings:
+    if not prepared.value_guards:
         return True
     with torch.no_grad():
         made = prepared.read.run((), input_tensors(part, device))
     tensors = dict(zip(prepared.read.sent, made, strict=True))
-    return all(same_reading(one.result, one.function(*fill_refs(one.args, tensors))) for one in prepared.readings)
+    return all(same_value(one.result, one.function(*fill_refs(one.args, tensors))) for one in prepared.value_guards)
 
 
 def check_alike(known: Sequence[Prepared], new: Prepared) -> None:
@@ -154,7 +154,7 @@ def check_alike(known: Sequence[Prepared], new: Prepared) -> None:
             f"the forward goes more than {MOST_WAYS} different ways, depending on the values of its inputs, so it "
             "can't be run in stages. Use a plan without a pipeline."
         )
-    if (known[0].traffic, known[0].held) != (new.traffic, new.held):
+    if (known[0].traffic, known[0].stage_parameters) != (new.traffic, new.stage_parameters):
         raise ApplyError(
             "the forward goes different ways for different parts of a batch, between which stages exchange different "
             "tensors. Use a plan without a pipeline."
@@ -166,10 +166,10 @@ def _check_assumptions(found: RecordedCall) -> None:
 
     Of an order, or a check for infinities, only what is read matters, and that is checked where it is read.
     """
-    for reading in found.call_log.readings:
-        if reading.assumed and not reading.assumed.startswith((EVEN_ORDER, FINITE)) and not is_inside(reading, found):
+    for guard in found.call_log.value_guards:
+        if guard.assumed and not guard.assumed.startswith((EVEN_ORDER, FINITE)) and not is_inside(guard, found):
             raise PlanError(
-                f"the forward decides by values that it computes: {reading.assumed}. What decides so has to be inside "
+                f"the forward decides by values that it computes: {guard.assumed}. What decides so has to be inside "
                 "of a module that runs on one stage; use a plan without a pipeline."
             )
 

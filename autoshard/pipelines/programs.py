@@ -16,7 +16,7 @@ import torch
 import torch.fx
 from torch import nn
 
-from autoshard.capture.call_log import LoggedCall, Reading, Ref
+from autoshard.capture.call_log import LoggedCall, Ref, ValueGuard
 from autoshard.capture.graph import HOST, UNKNOWN, Op
 from autoshard.errors import ApplyError
 from autoshard.nested import join_leaves, leaves_in, tensor_at
@@ -67,18 +67,18 @@ def write_program(
     return _write(found, _with_free(found, own, wanted - set(received)), received, sent, model, device)
 
 
-def write_readings(found: RecordedCall, model: nn.Module, device: torch.device) -> tuple[Program, list[Reading]]:
+def write_value_guards(found: RecordedCall, model: nn.Module, device: torch.device) -> tuple[Program, list[ValueGuard]]:
     """Write the program that makes what was read out of tensors when the model was recorded, and list the readings.
 
     Those of invented values are left out, and those that are the same in every run.
     """
     may_vary = _varying(found)
-    readings = [
+    value_guards = [
         one
-        for one in found.call_log.readings
+        for one in found.call_log.value_guards
         if one.function is not None and _is_free(found, one) and not may_vary.isdisjoint(_storages(found, one))
     ]
-    values = tuple(dict.fromkeys(ref.value for one in readings for ref in one.args if isinstance(ref, Ref)))
+    values = tuple(dict.fromkeys(ref.value for one in value_guards for ref in one.args if isinstance(ref, Ref)))
     steps = [
         StageStep(
             begin=op.index,
@@ -92,7 +92,7 @@ def write_readings(found: RecordedCall, model: nn.Module, device: torch.device) 
         for op in found.graph.ops
         if {found.graph.values[value].storage for value in (*op.inputs, *op.outputs)} <= found.free
     ]
-    return _write(found, _closed(found, steps, set(values)), (), values, model, device), readings
+    return _write(found, _closed(found, steps, set(values)), (), values, model, device), value_guards
 
 
 def _varying(found: RecordedCall) -> set[int]:
@@ -106,12 +106,12 @@ def _varying(found: RecordedCall) -> set[int]:
     return varying
 
 
-def _storages(found: RecordedCall, reading: Reading) -> list[int]:
-    return [found.graph.values[ref.value].storage for ref in reading.args if isinstance(ref, Ref)]
+def _storages(found: RecordedCall, guard: ValueGuard) -> list[int]:
+    return [found.graph.values[ref.value].storage for ref in guard.args if isinstance(ref, Ref)]
 
 
-def _is_free(found: RecordedCall, reading: Reading) -> bool:
-    return found.free.issuperset(_storages(found, reading))
+def _is_free(found: RecordedCall, guard: ValueGuard) -> bool:
+    return found.free.issuperset(_storages(found, guard))
 
 
 def _with_free(found: RecordedCall, own: list[StageStep], wanted: set[int]) -> list[StageStep]:
@@ -176,8 +176,8 @@ class _Writer:
         elif step.call is not None:
             run, grad, autocast = self.call(step), step.call.grad, step.call.autocast
         else:
-            assert step.reading is not None
-            run, grad, autocast = self.check(step.reading), False, call_log.calls[0].autocast
+            assert step.guard is not None
+            run, grad, autocast = self.check(step.guard), False, call_log.calls[0].autocast
         if grad != call_log.grad:
             run = torch.set_grad_enabled(grad)(run)
         if autocast != call_log.calls[0].autocast:
@@ -221,17 +221,17 @@ class _Writer:
 
         return run
 
-    def check(self, reading: Reading) -> Instruction:
+    def check(self, guard: ValueGuard) -> Instruction:
         """Raise `ApplyError` unless Python would read the same out of tensors as when the forward was recorded."""
-        args, function = self.made(reading.args), reading.function
+        args, function = self.made(guard.args), guard.function
         assert function is not None
 
         def run(values: dict[int, Any]) -> None:
             now = function(*args(values))
-            if not same_reading(reading.result, now):
+            if not same_value(guard.result, now):
                 raise ApplyError(
                     f"the forward reads {getattr(function, '__name__', function)} of a tensor that it computes: "
-                    f"{reading.result!r} when the stages were made, {now!r} now, so it would run other ops. Use a plan "
+                    f"{guard.result!r} when the stages were made, {now!r} now, so it would run other ops. Use a plan "
                     "without a pipeline."
                 )
 
@@ -308,7 +308,7 @@ def _last_uses(steps: list[StageStep], sent: tuple[int, ...]) -> dict[int, int]:
     return {value: place for value, place in last.items() if value not in sent}
 
 
-def same_reading(before: Any, now: Any) -> bool:
+def same_value(before: Any, now: Any) -> bool:
     """Whether Python read the same twice: numbers, lists or arrays."""
     if hasattr(before, "shape") or hasattr(now, "shape"):
         return type(before) is type(now) and before.shape == now.shape and bool((before == now).all())

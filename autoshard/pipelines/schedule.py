@@ -16,7 +16,7 @@ from autoshard.nested import tensors_in
 from autoshard.pipelines.engine import PipelineEngine
 from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
-from autoshard.pipelines.shared import Aside, Sum, adopt_held, find_sums
+from autoshard.pipelines.shared import SavedGradients, Sum, adopt_stage_parameters, find_sums
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.agreement import RankState, agree, agree_in_step, differ, digest_of_inputs
 from autoshard.runtime.chunks import BatchPart, split, split_rows
@@ -85,17 +85,18 @@ class RankSchedule:
                 parts, targets = [BatchPart(args=args, kwargs=kwargs, rows=1, labels={})], [target]
         except Exception as found:
             problem = found
-        ways, engine = self._ready(model, parts, training, problem)
-        factors = self._factors(ways[0], batch, parts, targets, training)
+        prepared_parts, engine = self._ready(model, parts, training, problem)
+        factors = self._factors(prepared_parts[0], batch, parts, targets, training)
         finish = Finish(
-            loss=self.loss, batch=batch, parts=parts, targets=targets, ways=ways, factors=factors, training=training,
+            loss=self.loss, batch=batch, parts=parts, targets=targets, prepared_parts=prepared_parts, factors=factors,
+            training=training,
             wants_losses=losses is not None, wants_outputs=returned, number=self._steps,
         )  # fmt: skip
         inputs = [input_tensors(part, record.device) for part in parts]
         if training:
-            output = self._train(engine, ways, inputs, finish)
+            output = self._train(engine, prepared_parts, inputs, finish)
         else:
-            engine.run(ways, inputs, finish)
+            engine.run(prepared_parts, inputs, finish)
             output = finish.output() if engine.has_last else None
         if losses is not None and engine.has_last:
             losses.extend(finish.losses)
@@ -107,7 +108,7 @@ class RankSchedule:
             raise ApplyError("the plan of this schedule is no longer applied. Make a schedule after autoshard.apply.")
         return model
 
-    def _train(self, engine: PipelineEngine, ways: list[Prepared], inputs: list, finish: Finish) -> Any:
+    def _train(self, engine: PipelineEngine, prepared_parts: list[Prepared], inputs: list, finish: Finish) -> Any:
         """Run all forwards and backwards, and sum gradients over those who share parameters; returns the output."""
         model = self._applied()
         cuts = cut_record(model)
@@ -116,9 +117,9 @@ class RankSchedule:
         watch_staged_norms(model, self._record)  # a copy of the model is not known yet
         if self._record.used is not None:
             self._record.used.accumulate()
-        aside = Aside(engine.parameters, self._sums)
+        saved_gradients = SavedGradients(engine.parameters, self._sums)
         try:
-            engine.run(ways, inputs, finish)
+            engine.run(prepared_parts, inputs, finish)
             output, error = None, None
             try:
                 if engine.has_last:  # while the other ranks are in their last backwards
@@ -127,9 +128,9 @@ class RankSchedule:
             except Exception as found:
                 error = found
             agree_in_step(self._record.across, error, self._record.device)
-            aside.add_up()
+            saved_gradients.add_up()
         except BaseException:
-            aside.put_back()
+            saved_gradients.put_back()
             raise
         self._steps += 1
         note_norms(model, self._record, self._steps)
@@ -145,7 +146,7 @@ class RankSchedule:
         record = self._record
         known: list[Prepared] = []
         engine: PipelineEngine | None = None
-        ways: list[Prepared] = []
+        prepared_parts: list[Prepared] = []
         fresh = 0
         try:
             if error is not None:
@@ -155,12 +156,15 @@ class RankSchedule:
             known, engine = self._engines.get(key, ([], None))
             fresh = len(known)
             for part in parts:
-                way = next((way for way in known if goes_this_way(way, part, record.device)), None)
-                if way is None:
-                    way = prepare(model, record, part, grad=training)
-                    check_alike(known, way)
-                    known.append(way)
-                ways.append(way)
+                prepared = next(
+                    (prepared for prepared in known if goes_this_way(prepared, part, record.device)),
+                    None,
+                )
+                if prepared is None:
+                    prepared = prepare(model, record, part, grad=training)
+                    check_alike(known, prepared)
+                    known.append(prepared)
+                prepared_parts.append(prepared)
             engine = engine or PipelineEngine(model, record, known[0], training=training)
         except Exception as found:
             error = found
@@ -174,12 +178,12 @@ class RankSchedule:
         check_scaled(factors)
         if news:
             agree(record.across, RankState(inputs=str(digest)), error)
-            adopt_held(model, record, known[0].held)
+            adopt_stage_parameters(model, record, known[0].stage_parameters)
             self._sums = find_sums(model, record)
             key = (*shape_key(parts[0], model, record), training)  # again: a forward may count its calls
         assert engine is not None
         self._engines[key] = known, engine
-        return ways, engine
+        return prepared_parts, engine
 
     def _factors(
         self, prepared: Prepared, batch: BatchAxis | None, parts: Sequence[BatchPart], targets: list, training: bool

@@ -33,11 +33,11 @@ class Holders:
     """
 
     across: ProcessRanks
-    positions: tuple[int, ...]
+    pp_ranks: tuple[int, ...]
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over these positions, each of which calls it. Raises `RankError` if one is gone."""
-        first, *others = self.positions
+        first, *others = self.pp_ranks
         tensor = tensor.contiguous()
         group = self.across.group
         try:
@@ -45,12 +45,12 @@ class Holders:
                 dist.send(tensor, group=group, group_dst=first)
                 dist.recv(tensor, group=group, group_src=first)
                 return tensor
-            for position in others:
+            for pp_rank in others:
                 part = torch.empty_like(tensor)
-                dist.recv(part, group=group, group_src=position)
+                dist.recv(part, group=group, group_src=pp_rank)
                 tensor += part
-            for position in others:
-                dist.send(tensor, group=group, group_dst=position)
+            for pp_rank in others:
+                dist.send(tensor, group=group, group_dst=pp_rank)
         except RuntimeError as error:
             raise lost(self.across, error) from error
         return tensor
@@ -64,16 +64,18 @@ class Sum:
     parameters: tuple[nn.Parameter, ...]
 
 
-def adopt_held(model: nn.Module, record: PipelineRecord, held: Mapping[str, tuple[int, ...]]) -> None:
+def adopt_stage_parameters(
+    model: nn.Module, record: PipelineRecord, stage_parameters: Mapping[str, tuple[int, ...]]
+) -> None:
     """Give every position the parameters that its stages read though others have them; all positions call it.
 
-    `held`: name -> stages. A module that runs in two stages is placed in one.
+    `stage_parameters`: name -> stages. A module that runs in two stages is placed in one.
     """
-    positions = record.plan.mesh.pipeline if record.plan.mesh is not None else 1
+    pp_ranks = record.plan.mesh.pipeline if record.plan.mesh is not None else 1
     tensors = named_tensors(model)
-    for name, stages in held.items():
-        readers = dict.fromkeys(stage % positions for stage in stages)
-        missing = [position for position in readers if position not in record.holders[name]]
+    for name, stages in stage_parameters.items():
+        readers = dict.fromkeys(stage % pp_ranks for stage in stages)
+        missing = [pp_rank for pp_rank in readers if pp_rank not in record.holders[name]]
         if not missing:
             continue
         if record.used is not None:
@@ -82,7 +84,7 @@ def adopt_held(model: nn.Module, record: PipelineRecord, held: Mapping[str, tupl
                 "parameters are sharded. Plan without fsdp and with --precision full or pure."
             )
         value = whole_value(tensors[name], name, record)
-        if record.position in missing and tensors[name].is_meta:
+        if record.pp_rank in missing and tensors[name].is_meta:
             set_data(tensors[name], value)
         for other, tensor in tensors.items():
             if tensor is tensors[name]:
@@ -100,20 +102,20 @@ def find_sums(model: nn.Module, record: PipelineRecord) -> list[Sum]:
             continue
         if len(holders) > 1:
             together.setdefault(tuple(sorted(holders)), {})[id(tensor)] = tensor
-        if record.position in holders:
+        if record.pp_rank in holders:
             own[id(tensor)] = tensor
     sums = []
     for holders in sorted(together):
-        if record.position in holders:
+        if record.pp_rank in holders:
             everyone = len(holders) == record.across.size
-            ranks = record.across if everyone else Holders(across=record.across, positions=holders)
+            ranks = record.across if everyone else Holders(across=record.across, pp_ranks=holders)
             sums.append(Sum(ranks=ranks, parameters=tuple(together[holders].values())))
     if record.replicas is not None and record.used is None:
         sums.append(Sum(ranks=record.replicas, parameters=tuple(own.values())))
     return sums
 
 
-class Aside:
+class SavedGradients:
     """Gradients from before a step, put aside: either `add_up` or `put_back` follows."""
 
     def __init__(self, parameters: Iterable[nn.Parameter], sums: Sequence[Sum]) -> None:

@@ -23,9 +23,9 @@ import torch
 import torch.fx
 from torch import nn
 
-from autoshard.capture.call_log import CallLog, LoggedCall, Reading, Ref
+from autoshard.capture.call_log import CallLog, LoggedCall, Ref, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op
-from autoshard.capture.stages import Staged, draws, free_storages
+from autoshard.capture.stages import Staged, free_storages, is_random
 from autoshard.errors import PlanError
 from autoshard.nested import leaves_in
 
@@ -39,7 +39,7 @@ PLAIN = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageStep:
-    """One thing that a stage does: a `call` of a module or function, an `op`, or to check a `reading`.
+    """One thing that a stage does: a `call` of a module or function, an `op`, or to check a `guard`.
 
     `stage` is None for what depends on no parameter: every stage does it for itself. `reads` and `makes` are values.
     `blank`: values that a call is given and does not read, from elsewhere: tensors without content do.
@@ -54,7 +54,7 @@ class StageStep:
     blank: frozenset[int] = frozenset()
     call: LoggedCall | None = None
     op: Op | None = None
-    reading: Reading | None = None
+    guard: ValueGuard | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,36 +87,36 @@ def find_steps(graph: ModelGraph, call_log: CallLog, staged: Staged) -> Recorded
     return found
 
 
-def is_inside(reading: Reading, found: RecordedCall) -> bool:
+def is_inside(guard: ValueGuard, found: RecordedCall) -> bool:
     """Whether something was read inside of a call that is taken whole."""
     rows = {step.call.row for step in found.steps if step.call is not None and step.call.function is None}
-    row = reading.row
+    row = guard.row
     while row >= 0:
         if row in rows:
             return True
         row = found.graph.calls[row].parent
     return any(
-        step.begin <= reading.begin < step.end for step in found.steps if step.call is not None and step.call.function
+        step.begin <= guard.begin < step.end for step in found.steps if step.call is not None and step.call.function
     )
 
 
 def _checks(found: RecordedCall) -> Iterator[StageStep]:
-    """Steps that check what Python read out of tensors that not every stage has; of the others see `write_readings`."""
+    """Steps that check what Python read out of tensors that not every stage has; for others: `write_value_guards`."""
     maker = {value: step.stage for step in found.steps for value in step.makes}
-    for reading in found.call_log.readings:
-        values = _values(reading.args)
-        if reading.function is None or is_inside(reading, found):
+    for guard in found.call_log.value_guards:
+        values = _values(guard.args)
+        if guard.function is None or is_inside(guard, found):
             continue
         if all(found.graph.values[value].storage in found.free for value in values):
             continue
         stages = [stage for value in values if (stage := maker.get(value)) is not None]
         yield StageStep(
-            begin=reading.begin,
-            end=reading.begin,
+            begin=guard.begin,
+            end=guard.begin,
             stage=max(stages, default=0),
             reads=tuple(values),
             makes=(),
-            reading=reading,
+            guard=guard,
         )
 
 
@@ -247,7 +247,7 @@ class _StepDivision:
 
     def _is_free(self, op: Op) -> bool:
         touched = {self.graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}
-        return touched <= self.found.free and not draws(op)
+        return touched <= self.found.free and not is_random(op)
 
     def _whole(self, call: LoggedCall) -> StageStep | None:
         """The step that a call is, if it can be taken whole."""
@@ -287,9 +287,9 @@ class _StepDivision:
     def _touched(self, call: LoggedCall, ops: Sequence[Op]) -> set[int]:
         """The values that a call does something with."""
         read = {value for op in ops for value in op.inputs}
-        for reading in self.found.call_log.readings:
-            if call.begin <= reading.begin <= call.end:
-                read.update(_values(reading.args))
+        for guard in self.found.call_log.value_guards:
+            if call.begin <= guard.begin <= call.end:
+                read.update(_values(guard.args))
         return read
 
     def _own(self, value: int, call: LoggedCall) -> bool:

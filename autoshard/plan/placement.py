@@ -2,12 +2,12 @@
 
 placements {"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1", "head": "cuda:1"}
 
-""            mixed, home cuda:0        (first child with a home)      hooked: it is the root
-embed         uniform, home cuda:0                                     hooked: its parent is mixed
-layers        mixed, home cuda:0                                       hooked: it is mixed
-layers.0      uniform, home cuda:0                                     hooked: its parent is mixed
-layers.0.mlp  uniform, home cuda:0                                     no hook: layers.0 is uniform
-dropout       floating: no tensors, no home, no hook
+""            mixed, runs on cuda:0     (first child with a device)    hooked: it is the root
+embed         uniform, runs on cuda:0                                  hooked: its parent is mixed
+layers        mixed, runs on cuda:0                                    hooked: it is mixed
+layers.0      uniform, runs on cuda:0                                  hooked: its parent is mixed
+layers.0.mlp  uniform, runs on cuda:0                                  no hook: layers.0 is uniform
+dropout       floating: no tensors, no device, no hook
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -22,26 +22,26 @@ Place = TypeVar("Place")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Homes:
+class ExecutionDevices:
     """What a placement says about one module tree.
 
     Attributes:
         entries: parameter or buffer name -> device of the entry that covers it.
-        homes: module path -> device it runs on; floating modules (no tensors below them) are absent, except the root.
+        devices: module path -> device it runs on; floating modules (no tensors below them) are absent, except the root.
         mixed: modules whose tensors are on several devices.
-        hooked: modules whose direct tensor arguments are moved to their home, in registration order, the root first.
+        hooked: modules whose direct tensor arguments are moved to their device, in registration order, the root first.
     """
 
     entries: Mapping[str, str]
-    homes: Mapping[str, str]
+    devices: Mapping[str, str]
     mixed: frozenset[str]
     hooked: tuple[str, ...]
 
-    def home_of(self, path: str) -> str:
-        """Return the home of a module, or of its nearest ancestor that has one."""
-        while path not in self.homes and path:
+    def device_of(self, path: str) -> str:
+        """Return the execution device of a module, or of its nearest ancestor that has one."""
+        while path not in self.devices and path:
             path = parent(path)
-        return self.homes[path]
+        return self.devices[path]
 
 
 def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
@@ -82,14 +82,14 @@ def check_known_in(placements: Mapping[str, str], graph: Any) -> None:
     check_known(placements, modules, {tensor.name for tensor in graph.tensors}, graph.modules[0].class_name)
 
 
-def resolve_homes(
+def resolve_execution_devices(
     placements: Mapping[str, str],
     modules: Iterable[str],
     tensors: Iterable[str],
     uncallable: Iterable[str] = (),
     opened: Iterable[str] = (),
-) -> Homes:
-    """Find the home of every module; `modules` and `tensors` are dotted names in registration order.
+) -> ExecutionDevices:
+    """Find the execution device of every module; `modules` and `tensors` are dotted names in registration order.
 
     `tensors` holds every name of every parameter and buffer, tied ones under each name. A name's device is that of its
     own entry, also where a tie makes the tensor live elsewhere. `uncallable`: lists and dicts of modules, which have no
@@ -112,7 +112,7 @@ def resolve_homes(
         first_own.setdefault(parent(name), device)
 
     # A module shared by two parents is listed once; its second place in the tree is known from tensor names only. It
-    # counts for the homes of the parents there, and has its own home and hook at its first place.
+    # counts for the devices of the parents there, and has its own device and hook at its first place.
     listed = dict.fromkeys(["", *modules])
     paths = list(dict.fromkeys([*listed, *below]))
     children: dict[str, list[str]] = {}
@@ -121,24 +121,24 @@ def resolve_homes(
             children.setdefault(parent(path), []).append(path)
 
     mixed = frozenset(path for path, devices in below.items() if len(devices) > 1)
-    homes: dict[str, str] = {}
+    devices: dict[str, str] = {}
     for path in sorted(paths, key=lambda path: -path.count(".") if path else 1):  # children before parents
         if path not in below:
             continue
         if path in mixed:
-            home = first_own.get(path) or next(homes[c] for c in children[path] if c in homes)
+            device = first_own.get(path) or next(devices[c] for c in children[path] if c in devices)
         else:
-            (home,) = below[path]
-        homes[path] = home
-    if "" not in homes:  # a model without tensors still runs somewhere
-        homes[""] = placements.get("") or next(iter(placements.values()), "cpu")
+            (device,) = below[path]
+        devices[path] = device
+    if "" not in devices:  # a model without tensors still runs somewhere
+        devices[""] = placements.get("") or next(iter(placements.values()), "cpu")
 
-    hooked = _hooked([path for path in listed if path in homes], mixed.union(opened), frozenset(uncallable))
-    return Homes(entries=entries, homes=homes, mixed=mixed, hooked=hooked)
+    hooked = _hooked([path for path in listed if path in devices], mixed.union(opened), frozenset(uncallable))
+    return ExecutionDevices(entries=entries, devices=devices, mixed=mixed, hooked=hooked)
 
 
 def _hooked(paths: Iterable[str], mixed: frozenset[str], uncallable: frozenset[str]) -> tuple[str, ...]:
-    """Choose among modules with a home those whose arguments may come from elsewhere; the root comes first.
+    """Choose among modules with a device those whose arguments may come from elsewhere; the root comes first.
 
     In a mixed root, code around the forward may call a module with a list of layers by itself, wherever it is (the
     encoder of an inner model, once per `generate`), except inside of such a layer.
@@ -159,12 +159,12 @@ def _hooked(paths: Iterable[str], mixed: frozenset[str], uncallable: frozenset[s
     return ("", *(path for path in paths if path and path not in uncallable and is_hooked(path)))
 
 
-def tensor_devices(homes: Homes, tied: Iterable[tuple[str, ...]]) -> dict[str, str]:
+def tensor_devices(resolved: ExecutionDevices, tied: Iterable[tuple[str, ...]]) -> dict[str, str]:
     """Return the device each tensor lives on: that of its entry, or, tied, of the entry of the first of its names."""
-    devices = dict(homes.entries)
+    devices = dict(resolved.entries)
     for names in tied:
         for name in names:
-            devices[name] = homes.entries[names[0]]
+            devices[name] = resolved.entries[names[0]]
     return devices
 
 

@@ -23,7 +23,7 @@ from autoshard.plan.sharding import Cut, Results, Whole
 from autoshard.plan.tp_plan import write_tp_plan
 from autoshard.plan.workload import Workload
 
-WRITTEN_IF_USED = frozenset({"cuts", "whole", "results", "streamed", "mesh", "batch", "stages", "layers", "target",
+WRITTEN_IF_USED = frozenset({"cuts", "whole", "results", "offloaded", "mesh", "batch", "stages", "layers", "target",
                              "kept_layers", "sequence_parallel"})  # fmt: skip
 """Fields that most plans do not use, and leave out."""
 PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled", "sequence_parallel")
@@ -45,11 +45,11 @@ class Plan:
         whole: matrices that a plan with cuts leaves whole on every rank, and why.
         results: what the blocks of a plan with cuts, and the modules around them, gave when it was made. What they give
             besides must be the same on all ranks, or it is refused.
-        streamed: path of a module -> "cpu" or "disk", where its parameters are kept between its calls; they are brought
-            to the device of its placement for each call, the next module's while this one computes. In the order in
-            which the modules run. No path is inside another. Empty where everything stays on its device.
-        aligned: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices), so
-            the runtime watches their ops and moves what is elsewhere. Empty for most plans.
+        offloaded: path of a module -> "cpu" or "disk", where its parameters are kept between its calls; they are
+            brought to the device of its placement for each call, the next module's while this one computes. In the
+            order in which the modules run. No path is inside another. Empty where everything stays on its device.
+        mixed_device: paths of modules inside which tensors of several devices meet (an op of theirs would mix devices),
+            so the runtime watches their ops and moves what is elsewhere. Empty for most plans.
         written_back: paths of modules that write into an argument which was copied from another device; the runtime
             copies the result back.
         mesh: how the devices form replicas, stages and tensor-parallel ranks; None for plans that only place modules,
@@ -81,7 +81,7 @@ class Plan:
     workload: Workload
     devices: tuple[PlanDevice, ...]
     placements: Mapping[str, str]
-    aligned: tuple[str, ...] = ()
+    mixed_device: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     num_microbatches: int = 1
     schedule: str = "none"
@@ -92,7 +92,7 @@ class Plan:
     cuts: tuple[Cut, ...] = ()
     whole: tuple[Whole, ...] = ()
     results: tuple[Results, ...] = ()
-    streamed: Mapping[str, str] = field(default_factory=dict)
+    offloaded: Mapping[str, str] = field(default_factory=dict)
     mesh: Mesh | None = None
     batch: BatchAxis | None = None
     stages: tuple[Stage, ...] = ()
@@ -125,7 +125,7 @@ class Plan:
     def device_map(self) -> dict[str, str]:
         """The dict that `from_pretrained(device_map=…)` and `accelerate.dispatch_model` take.
 
-        Streamed modules are on "cpu" or "disk" there, which is how Accelerate writes what it brings for each call.
+        Offloaded modules are on "cpu" or "disk" there, which is how Accelerate writes what it brings for each call.
 
         Raises `PlanError` for a plan with cuts: no such dict can say that parameters are cut.
         """
@@ -134,7 +134,7 @@ class Plan:
                 f"this plan cuts parameters over {len(self.devices)} devices, which a device map can't say: it places "
                 'whole modules. Use autoshard.apply(model, plan), or plan with strategy="balanced".'
             )
-        return {**self.placements, **self.streamed}
+        return {**self.placements, **self.offloaded}
 
     @property
     def tp_plan(self) -> dict[str, str]:
@@ -167,14 +167,14 @@ class Plan:
             raise PlanError(f"a device map is a dict such as {{'': 'cuda:0'}}, got {type(device_map).__name__}.")
         placements = {path: _device_name(path, device) for path, device in device_map.items()}
         check_placements(placements)
-        streamed = {path: name for path, name in placements.items() if name == "disk"}
+        offloaded = {path: name for path, name in placements.items() if name == "disk"}
         computing = next((name for name in placements.values() if name not in ("cpu", "disk")), "cpu")
-        placements |= dict.fromkeys(streamed, computing)
+        placements |= dict.fromkeys(offloaded, computing)
         if profile is not None:
             check_known_in(placements, profile.graph)
             workload, fingerprint = workload or profile.workload, fingerprint or profile.graph.fingerprint
         known = {device.name: device for device in devices}
-        names = (*placements.values(), *streamed.values())
+        names = (*placements.values(), *offloaded.values())
         used = {name: known.get(name, PlanDevice(name=name, memory_bytes=0)) for name in names}
         return cls(
             strategy="device_map",
@@ -182,7 +182,7 @@ class Plan:
             workload=workload or Workload(assumed=True),
             devices=(*devices, *(device for name, device in used.items() if name not in known)),
             placements=placements,
-            streamed=streamed,
+            offloaded=offloaded,
             reasons=("the device map was given by hand",),
             fingerprint=fingerprint,
         )
@@ -204,8 +204,8 @@ class Plan:
             found.append(f"{self.num_microbatches} micro-batches, {self.schedule}")
         if self.cuts:
             found.append(f"{len(self.cuts)} groups of parameters are cut over {len(self.devices)} devices")
-        if self.streamed:
-            found.append(f"{len(self.streamed)} modules are kept on {', '.join(sorted(set(self.streamed.values())))}")
+        if self.offloaded:
+            found.append(f"{len(self.offloaded)} modules are kept on {', '.join(sorted(set(self.offloaded.values())))}")
         return found
 
     @property

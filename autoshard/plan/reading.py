@@ -14,8 +14,11 @@ from autoshard.plan.placement import check_placements
 from autoshard.plan.sharding import Cut, is_axis
 from autoshard.plan.workload import Workload
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 PLAN_FORMAT = "autoshard plan"
+RENAMED_FIELDS = {"streamed": "offloaded", "aligned": "mixed_device"}
+"""As versions 1 and 2 had them -> as they are called now."""
+RENAMED_ACTIONS = {"enter": "copy_to", "leave": "copy_from"}
 CHOICES = {"launch": ("", "one-process", "processes"), "recompute": ("none", "selective", "full")}
 T = TypeVar("T")
 
@@ -53,7 +56,7 @@ def _document(text: str) -> dict[str, Any]:
 
 
 def _as_written_now(data: dict[str, Any]) -> dict[str, Any]:
-    """A document of version 1, or of an earlier autoshard, as this one writes it."""
+    """A document of an earlier version as this one writes it."""
     data["version"] = PLAN_VERSION
     data.pop("unfolded", None)  # the order in which gradients are added
     mesh, batch = data.get("mesh"), data.get("batch")
@@ -63,6 +66,15 @@ def _as_written_now(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(batch, Mapping) and not batch.get("attributes"):  # what forwards leave in attributes of modules
         left = ("attributes", "kept", "tracked", "cached")
         data["batch"] = {name: value for name, value in batch.items() if name not in left}
+    for name, now in RENAMED_FIELDS.items():
+        if name in data:
+            data[now] = data.pop(name)
+    cuts = data.get("cuts")
+    for cut in cuts if isinstance(cuts, list) else ():
+        actions = cut.get("actions") if isinstance(cut, Mapping) else None
+        for action in actions if isinstance(actions, list) else ():
+            if isinstance(action, dict) and isinstance(action.get("kind"), str):
+                action["kind"] = RENAMED_ACTIONS.get(action["kind"], action["kind"])
     return data
 
 
@@ -94,10 +106,10 @@ def _check(plan: Any) -> None:
     for path, device in plan.placements.items():
         expect(device in names, "placements", f"one of the devices {sorted(names)} for {path!r}", device)
     expect(all(plan.pins.values()), "pins", "path: device", dict(plan.pins))
-    for path, place in plan.streamed.items():
-        expect(place in ("cpu", "disk"), f"streamed of {path!r}", '"cpu" or "disk"', place)
-        inside = [outer for outer in above(path) if outer in plan.streamed]
-        expect(not inside, "streamed", "paths of which none is inside another", [*inside, path])
+    for path, place in plan.offloaded.items():
+        expect(place in ("cpu", "disk"), f"offloaded of {path!r}", '"cpu" or "disk"', place)
+        inside = [outer for outer in above(path) if outer in plan.offloaded]
+        expect(not inside, "offloaded", "paths of which none is inside another", [*inside, path])
     if plan.mesh is not None:
         _check_mesh(plan.mesh, len(names))
     if plan.batch is not None:

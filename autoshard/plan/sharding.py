@@ -17,7 +17,7 @@ from typing import Literal
 import numpy
 
 ActionKind = Literal[
-    "reduce", "mean", "enter", "slice", "gather", "lookup", "dropout", "leave", "restore", "length", "scatter",
+    "reduce", "mean", "copy_to", "slice", "gather", "lookup", "dropout", "copy_from", "restore", "length", "scatter",
     "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss"
 ]  # fmt: skip
 
@@ -52,10 +52,10 @@ class Action:
     reduce    result            sum over ranks; backward: nothing. `addend`: the argument that is added once, after it.
                                 `gathered`: little enough that every rank gets all summands and adds them up
     mean      result            as reduce, of a mean over the cut dimension: weighted by every rank's share first
-    enter     argument          nothing; backward: sum over ranks
+    copy_to   argument          nothing; backward: sum over ranks
     slice     argument          this rank's part of dimension `dim`, an `axis`; backward: gather
     gather    result            all parts of dimension `dim`, an `axis`, put in order; backward: this rank's part
-    leave     result            nothing; backward: only rank 0 hands the gradient on, since all computed the same
+    copy_from result            nothing; backward: only rank 0 hands the gradient on, since all computed the same
     restore   the module        arguments that it hands on, and that were changed for it, leave as they came
     lookup    the call          rows of a cut table: rows of other ranks count as zeros; then sum over ranks
     dropout   the call          the mask is drawn for all of dimension `dim`, an `axis`; this rank's part of it is used
@@ -124,10 +124,10 @@ def result_of(path: str, dims: int) -> str:
 def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
     """All-reduces and all-gathers of one forward in which the place of every action is passed once."""
     listed = list(actions)
-    sums = sum(action.kind in ("reduce", "mean", "lookup", "scatter") for action in listed)
+    reductions = sum(action.kind in ("reduce", "mean", "lookup", "scatter") for action in listed)
     added = sum(action.gathered for action in listed)
     gathers = ("gather", "collect", "whole", "join", "spread", "loss")
-    return sums - added, added + sum(action.kind in gathers for action in listed)
+    return reductions - added, added + sum(action.kind in gathers for action in listed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,9 +96,9 @@ def _styles(cut: Cut) -> dict[str, str]:
             raise _unsayable(cut, f"{shard.name} is cut along dimension {shard.dim} as {shard.axis}")
         if name != "bias" and found.setdefault(module, style) != style:
             raise _unsayable(cut, f"parameters of {module} are cut in two ways")
-    kinds = {"reduce", "gather", "lookup", "enter"}
+    kinds = {"reduce", "gather", "lookup", "copy_to"}
     for action in cut.actions:
-        if action.kind not in kinds or (action.kind != "enter" and action.module not in found):
+        if action.kind not in kinds or (action.kind != "copy_to" and action.module not in found):
             raise _unsayable(cut, f"it takes a {action.kind} at {action.module or 'the block'}")
     return found
 

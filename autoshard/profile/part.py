@@ -152,8 +152,8 @@ def _has_rows(graph: ModelGraph, op: Op, value: int, carrying: set[int]) -> bool
         return True
     forward = graph.ops[op.forward]
     elements = prod(graph.values[value].shape)
-    alike = [one for one in (*forward.inputs, *forward.outputs) if prod(graph.values[one].shape) == elements]
-    if all(one in carrying for one in alike):
+    isomorphic = [one for one in (*forward.inputs, *forward.outputs) if prod(graph.values[one].shape) == elements]
+    if all(one in carrying for one in isomorphic):
         return True
     read = [one in carrying for one in op.inputs]
-    return any(one in carrying for one in alike) and any(read) and not all(read)
+    return any(one in carrying for one in isomorphic) and any(read) and not all(read)

@@ -38,7 +38,7 @@ class Units:
             comes back.
         edge_value, edge_unit: [E] row of `value` and unit that reads it; n for the root's outputs.
         ties: (units ascending, bytes) of tensors that several units hold under different names.
-        home: the unit on whose device the root runs its own ops.
+        root_unit: the unit on whose device the root runs its own ops.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -54,7 +54,7 @@ class Units:
     edge_value: np.ndarray
     edge_unit: np.ndarray
     ties: tuple[tuple[tuple[int, ...], int], ...]
-    home: int
+    root_unit: int
 
 
 _LATEST = Latest[Units]()
@@ -86,7 +86,7 @@ def _found(profile: Profile) -> Units:
         edge_value=np.array([row for row, _ in edges], np.int64),
         edge_unit=np.array([unit for _, unit in edges], np.int64),
         ties=_ties(graph, unit_of),
-        home=_home(graph, unit_of),
+        root_unit=_root_unit(graph, unit_of),
     )
 
 
@@ -175,8 +175,12 @@ def _resident(profile: Profile, unit_of: dict[str, int], op_unit: np.ndarray) ->
             cached[op_unit[row.born]] += row.nbytes
     for storage, op in first_saves(graph).items():
         saved[op_unit[op]] += graph.storages[storage].nbytes
-    lasting = weights + cached
-    return weights, lasting + np.maximum(exchanged, saved), lasting + np.maximum(exchanged + step, saved)
+    weights_and_cache = weights + cached
+    return (
+        weights,
+        weights_and_cache + np.maximum(exchanged, saved),
+        weights_and_cache + np.maximum(exchanged + step, saved),
+    )
 
 
 def _transient(profile: Profile, count: int, op_unit: np.ndarray) -> np.ndarray:
@@ -267,8 +271,9 @@ def _ties(graph: ModelGraph, unit_of: dict[str, int]) -> tuple[tuple[tuple[int, 
     return tuple(ties)
 
 
-def _home(graph: ModelGraph, unit_of: dict[str, int]) -> int:
-    """The unit that decides the root's home: of its own first tensor, else of its first child's, and so on down."""
+def _root_unit(graph: ModelGraph, unit_of: dict[str, int]) -> int:
+    """The unit that decides where the root executes: of its own first tensor, else of its first child's, and so on
+    down."""
     if not graph.tensors:
         return 0
     path = ""

@@ -94,7 +94,7 @@ def _in_words(group: AxisGroup, ndims: Mapping[str, int], below: str = "") -> tu
     return f"{group.size} slices" + (f" in each of {times}" if times > 1 else ""), after(below, *members(cut))
 
 
-def blocked_rows(profile: Profile, found: AxisGroups) -> list[tuple[str, str]]:
+def unshardable_rows(profile: Profile, found: AxisGroups) -> list[tuple[str, str]]:
     """What can't be cut, and what stands against it; first the matrices of which nothing can be cut.
 
     Dimensions after the second (the window of a convolution) are named only where nothing else can be cut.
@@ -103,7 +103,7 @@ def blocked_rows(profile: Profile, found: AxisGroups) -> list[tuple[str, str]]:
     owner = {region.paths[0]: region.paths for region in found.regions}
     cut = {join(group.blocks[0], s.name) for group in found.groups for s in group.shards}
     reasons: dict[tuple[bool, str, str], list[tuple[str, int, int, bool]]] = {}
-    for row in found.blocked:
+    for row in found.unshardable:
         if row.dim > 1 and row.name in cut:
             continue
         block = max((path for path in owner if is_below(row.name, path)), key=len, default="")
@@ -121,11 +121,11 @@ def blocked_rows(profile: Profile, found: AxisGroups) -> list[tuple[str, str]]:
 
 def batch_in_words(batch: BatchAxis) -> str:
     """What of the inputs is divided with the batch, and how outputs are made of those of its parts."""
-    ways = {"cat": "put together", "sum": "added up", "mean": "averaged", "same": "the same in all parts"}
+    words = {"cat": "put together", "sum": "added up", "mean": "averaged", "same": "the same in all parts"}
     inputs = [item.path + (f" (dimension {item.dim})" if item.dim else "") for item in batch.inputs]
     made: dict[str, list[str]] = {}
     for one in batch.outputs:
-        how = f"weighted by {one.weights}" if one.how == "weighted" else ways[one.how]
+        how = f"weighted by {one.weights}" if one.how == "weighted" else words[one.how]
         made.setdefault(how, []).append(one.path or "the output")
     outputs = "; ".join(f"{', '.join(paths[:4])}{', …' if len(paths) > 4 else ''} {how}" for how, paths in made.items())
     return f"{batch.size} rows of {', '.join(inputs)} can be divided: {outputs}"
@@ -151,19 +151,19 @@ def print_axes(
             print_item(console, f"{'or ' if row.instead else ''}{row.slices}: {row.members}", row.cost)
         if not block.rows:
             console.print(Text(f"{INDENT}nothing can be cut", style="bright_black"), soft_wrap=True)
-    blocked = blocked_rows(profile, found)
-    if blocked:
+    unshardable = unshardable_rows(profile, found)
+    if unshardable:
         print_section(console, "Can't be cut")
-        for what, reason in blocked[:MOST_BLOCKED]:
+        for what, reason in unshardable[:MOST_BLOCKED]:
             print_item(console, what, reason)
-        print_left_off(console, len(blocked) - MOST_BLOCKED, "reasons", "--json lists all")
+        print_left_off(console, len(unshardable) - MOST_BLOCKED, "reasons", "--json lists all")
     print_sentences(console, "Notes", [*profile.graph.notes, *notes])
 
 
 def axes_document(
     profile: Profile, found: AxisGroups, *, batch: BatchAxis | str = "", title: str = "", notes: Iterable[str] = ()
 ) -> dict[str, Any]:
-    """Return groups and what is blocked as plain data; names are relative to blocks. `batch`: as for `print_axes`."""
+    """Return groups and what can't be cut as plain data; names are relative to blocks. `batch`: as for `print_axes`."""
     ndims = {tensor.name: len(tensor.shape) for tensor in profile.graph.tensors}
     return {
         "format": "autoshard axes report",
@@ -194,7 +194,7 @@ def axes_document(
             }
             for group in found.groups
         ],
-        "blocked": [{"name": row.name, "dim": row.dim, "reason": row.reason} for row in found.blocked],
+        "blocked": [{"name": row.name, "dim": row.dim, "reason": row.reason} for row in found.unshardable],
         "notes": [*profile.graph.notes, *notes],
     }
 

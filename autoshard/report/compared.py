@@ -36,15 +36,15 @@ def strategy_cells(one: Alternative) -> list[str | Text]:
     """What stands under `STRATEGY_TITLES`."""
     if one.plan is None or one.estimate is None:
         return [Text("not possible", style="bright_black"), "", "", "", ""]
-    figures = one.estimate
-    fullest = figures.fullest
+    estimate = one.estimate
+    fullest = estimate.fullest
     share = f"{fullest.peak_bytes / max(fullest.memory_bytes, 1):.0%}"
     return [
         str(devices_used(one)),
-        Text(share, style="" if figures.fits else "bold red"),
-        format_seconds(figures.latency_seconds),
-        format_seconds(figures.bottleneck_seconds),
-        format_bytes(figures.moved_bytes) if figures.moved_bytes else "-",
+        Text(share, style="" if estimate.fits else "bold red"),
+        format_seconds(estimate.latency_seconds),
+        format_seconds(estimate.bottleneck_seconds),
+        format_bytes(estimate.moved_bytes) if estimate.moved_bytes else "-",
     ]
 
 
@@ -105,16 +105,16 @@ def _data(one: Alternative) -> dict[str, Any]:
     row: dict[str, Any] = {"name": one.name, "possible": one.plan is not None, "usable_now": one.usable}
     if one.plan is None or one.estimate is None:
         return {**row, "refused": one.refused}
-    figures = one.estimate
+    estimate = one.estimate
     return {
         **row,
         "value": one.value,
-        "fits": figures.fits,
+        "fits": estimate.fits,
         "devices": devices_used(one),
-        "latency_seconds": figures.latency_seconds,
-        "bottleneck_seconds": figures.bottleneck_seconds,
-        "transfer_bytes": sum(transfer.nbytes for transfer in figures.transfers),
-        "moved_bytes": figures.moved_bytes,
-        "peak_bytes": {device.name: device.peak_bytes for device in figures.devices},
+        "latency_seconds": estimate.latency_seconds,
+        "bottleneck_seconds": estimate.bottleneck_seconds,
+        "transfer_bytes": sum(transfer.nbytes for transfer in estimate.transfers),
+        "moved_bytes": estimate.moved_bytes,
+        "peak_bytes": {device.name: device.peak_bytes for device in estimate.devices},
         "reasons": list(one.plan.reasons),
     }

@@ -77,8 +77,8 @@ def print_hardware(console: Console) -> None:
         rates = [row.flops_per_second.get(dtype, 0) / 1e12 for dtype in ("bfloat16", "float16", "float32")]
         mark = "*" if "all" in row.unverified else ""
         link = f"{row.peer_bytes_per_second / 1e9:g} {row.peer_link}" if row.peer_topology else "through the host"
-        figures = [*map(format_number, rates), format_number(row.bytes_per_second / 1e9)]
-        rows.append([row.name + mark, format_bytes(row.memory_bytes), *figures, link])
+        cells = [*map(format_number, rates), format_number(row.bytes_per_second / 1e9)]
+        rows.append([row.name + mark, format_bytes(row.memory_bytes), *cells, link])
     print_table(console, columns, rows)
     remark = "Peaks, dense, in TFLOP/s; links one way. * not verified in a source."
     console.print(Text(INDENT + remark, style="bright_black"))

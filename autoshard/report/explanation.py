@@ -62,7 +62,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [self.subject or "the whole model", *(f"  {sentence}" for sentence in self.sentences)]
-        return "\n".join([*lines, *(f"  - {title}: {figures}" for title, figures in self.choices)])
+        return "\n".join([*lines, *(f"  - {title}: {estimate}" for title, estimate in self.choices)])
 
 
 def print_explanation(console: Console, found: Explanation) -> None:
@@ -73,8 +73,8 @@ def print_explanation(console: Console, found: Explanation) -> None:
     if found.choices:
         same = "the best recipe of each mesh" if found.kind == "the plan" else "everything else as it is"
         print_section(console, "Choices", f"{found.unit}; {same}")
-    for title, figures in found.choices:
-        print_item(console, title, figures)
+    for title, estimate in found.choices:
+        print_item(console, title, estimate)
 
 
 def _figure(one: OtherDevice, unit: str) -> str:
@@ -88,9 +88,9 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str, study:
 
     Raises `SpecError` if `subject` is none of them.
     """
-    figures = study.estimate if study is not None else _price(plan, profile, cluster)
+    estimate = study.estimate if study is not None else _price(plan, profile, cluster)
     if subject in {device.name for device in plan.devices}:
-        return _explained(plan, subject, "device", _device(plan, figures, subject), figures, study)
+        return _explained(plan, subject, "device", _device(plan, estimate, subject), estimate, study)
     names = {module.path for module in profile.graph.modules} | {tensor.name for tensor in profile.graph.tensors}
     aliases = {alias: module.path for module in profile.graph.modules for alias in module.aliases}
     subject = aliases.get(subject, subject)
@@ -98,20 +98,20 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str, study:
         raise SpecError(_unknown(subject, plan, profile))
     if study is not None and not subject:
         whole = (*study.reasons[:-1], *study.changes, study.to_fit, study.reasons[-1])
-        return _explained(plan, "the plan", "the plan", whole, figures, study)
+        return _explained(plan, "the plan", "the plan", whole, estimate, study)
     if study is not None:
-        return _explained(plan, subject, "module", _over_mesh(plan, subject), figures, study)
+        return _explained(plan, subject, "module", _over_mesh(plan, subject), estimate, study)
     look = _cut_module if plan.cuts else _placed_module
-    sentences, found = look(plan, profile, cluster, subject, figures)
-    return _explained(plan, subject, "module", sentences, figures, None, found)
+    sentences, found = look(plan, profile, cluster, subject, estimate)
+    return _explained(plan, subject, "module", sentences, estimate, None, found)
 
 
 def _explained(
-    plan: Plan, subject: str, kind: str, sentences: Iterable[str], figures: Estimate, study: Study | None,
+    plan: Plan, subject: str, kind: str, sentences: Iterable[str], estimate: Estimate, study: Study | None,
     found: Sequence[OtherDevice] = (),
 ) -> Explanation:  # fmt: skip
     """Put together what was found; beside a plan for processes stand the best recipes of other meshes."""
-    chosen, unit = _alternative("as planned", plan, figures), _UNITS.get(plan.objective, "seconds per pass")
+    chosen, unit = _alternative("as planned", plan, estimate), _UNITS.get(plan.objective, "seconds per pass")
     said = [*sentences, *_verdict(chosen, found)]
     if study is not None:
         unit = "seconds per step" if plan.workload.training else "seconds per answer"
@@ -144,17 +144,17 @@ def _price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     return price(plan, profile, cluster, lower_bound_seconds=0.0)  # bounds are not shown here
 
 
-def _alternative(title: str, plan: Plan, figures: Estimate) -> OtherDevice:
-    fullest = figures.fullest
+def _alternative(title: str, plan: Plan, estimate: Estimate) -> OtherDevice:
+    fullest = estimate.fullest
     value = {
         "memory": fullest.peak_bytes / max(fullest.memory_bytes, 1),
-        "throughput": figures.bottleneck_seconds,
-    }.get(plan.objective, figures.latency_seconds)
+        "throughput": estimate.bottleneck_seconds,
+    }.get(plan.objective, estimate.latency_seconds)
     return OtherDevice(
         title=title,
         value=value,
-        lacking_bytes=max(0, *(-device.free_bytes for device in figures.devices)),
-        latency_seconds=figures.latency_seconds,
+        lacking_bytes=max(0, *(-device.free_bytes for device in estimate.devices)),
+        latency_seconds=estimate.latency_seconds,
         peak_bytes=fullest.peak_bytes,
     )
 
@@ -169,27 +169,27 @@ def _size(profile: Profile, path: str) -> int:
 
 
 def _placed_module(
-    plan: Plan, profile: Profile, cluster: Cluster, subject: str, figures: Estimate
+    plan: Plan, profile: Profile, cluster: Cluster, subject: str, estimate: Estimate
 ) -> tuple[list[str], list[OtherDevice]]:
     """Say where a placed module is and what goes in and out, and price it on every other device."""
     placed = _entries(plan.placements, subject)
-    homes = list(dict.fromkeys(placed.values()))
-    sentences = [_where(subject, homes, placed, _size(profile, subject))]
-    sentences += _streamed(plan, subject)
+    devices_of_it = list(dict.fromkeys(placed.values()))
+    sentences = [_where(subject, devices_of_it, placed, _size(profile, subject))]
+    sentences += _offloaded(plan, subject)
     if subject in plan.pins or any(is_below(subject, pin) for pin in plan.pins):
         sentences.append("It was pinned there by whoever asked for the plan.")
     sentences += [
         f"{row.name} is {row.peak_bytes / max(row.memory_bytes, 1):.0%} full at its peak "
-        f"({format_bytes(row.free_bytes)} free)" for row in figures.devices if row.name in homes
+        f"({format_bytes(row.free_bytes)} free)" for row in estimate.devices if row.name in devices_of_it
     ]  # fmt: skip
-    sentences += _crossing(figures, subject) if subject else ()
-    if figures.pipelining is not None:
-        sentences += _stage_sentences(plan, figures.pipelining, [*placed])
+    sentences += _crossing(estimate, subject) if subject else ()
+    if estimate.pipelining is not None:
+        sentences += _stage_sentences(plan, estimate.pipelining, [*placed])
     found: list[OtherDevice] = []
     # What a mesh places is bound by its stages; streaming is planned as a whole: moving one module says nothing true.
-    if plan.mesh is None and not plan.streamed:
+    if plan.mesh is None and not plan.offloaded:
         for name in (device.name for device in cluster.devices if device.name != "disk"):
-            if homes != [name]:
+            if devices_of_it != [name]:
                 moved = _moved(plan, profile, subject, name)
                 found.append(_alternative(f"all of it on {name}", plan, _price(moved, profile, cluster)))
     return sentences, found
@@ -230,36 +230,36 @@ def _entries(placements: Mapping[str, str], subject: str) -> dict[str, str]:
 def _moved(plan: Plan, profile: Profile, subject: str, device: str) -> Plan:
     """The plan with one module elsewhere; an entry around it is taken apart."""
     names = [tensor.name for tensor in profile.graph.tensors]
-    homes = {name: device if is_below(name, subject) else _home(plan.placements, name) for name in names}
-    return replace(plan, placements=collapse(homes, profile.graph))
+    devices_of_it = {name: device if is_below(name, subject) else _device_of(plan.placements, name) for name in names}
+    return replace(plan, placements=collapse(devices_of_it, profile.graph))
 
 
-def _where(subject: str, homes: list[str], placed: Mapping[str, str], size: int) -> str:
+def _where(subject: str, devices_of_it: list[str], placed: Mapping[str, str], size: int) -> str:
     name = subject or "the model"
-    if len(homes) == 1:
+    if len(devices_of_it) == 1:
         by = next(iter(placed)) if placed else ""
         inside = f", as all of {by or 'the model'}" if by != subject else ""
-        return f"{name} ({format_bytes(size)}) is on {homes[0]}{inside}."
-    return f"{name} ({format_bytes(size)}) is spread over {', '.join(homes)}, in {len(placed)} parts."
+        return f"{name} ({format_bytes(size)}) is on {devices_of_it[0]}{inside}."
+    return f"{name} ({format_bytes(size)}) is spread over {', '.join(devices_of_it)}, in {len(placed)} parts."
 
 
-def _home(placements: Mapping[str, str], name: str) -> str:
+def _device_of(placements: Mapping[str, str], name: str) -> str:
     return placements[covering_entry(placements, name) or ""]
 
 
-def _streamed(plan: Plan, subject: str) -> Iterator[str]:
-    inside = {path: place for path, place in plan.streamed.items() if is_below(path, subject)}
-    around = next((path for path in above(subject) if path in plan.streamed), None)
+def _offloaded(plan: Plan, subject: str) -> Iterator[str]:
+    inside = {path: place for path, place in plan.offloaded.items() if is_below(path, subject)}
+    around = next((path for path in above(subject) if path in plan.offloaded), None)
     if around is not None:
-        yield f"With {around} it is kept on {plan.streamed[around]} and brought to its device for each call."
+        yield f"With {around} it is kept on {plan.offloaded[around]} and brought to its device for each call."
     elif inside:
         kept = ", ".join(sorted(set(inside.values())))
         yield f"{len(inside)} modules of it are kept on {kept} and brought to their device for each call."
 
 
-def _crossing(figures: Estimate, subject: str) -> Iterator[str]:
-    into = [t for t in figures.transfers if is_below(t.consumer, subject)]
-    out = [t for t in figures.transfers if is_below(t.producer, subject)]
+def _crossing(estimate: Estimate, subject: str) -> Iterator[str]:
+    into = [t for t in estimate.transfers if is_below(t.consumer, subject)]
+    out = [t for t in estimate.transfers if is_below(t.producer, subject)]
     for rows, words in ((into, "comes to it from other devices"), (out, "goes from it to other devices")):
         if rows:
             nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)
@@ -291,7 +291,7 @@ def _verdict(chosen: OtherDevice, found: Sequence[OtherDevice]) -> Iterator[str]
 
 
 def _cut_module(
-    plan: Plan, profile: Profile, cluster: Cluster, subject: str, figures: Estimate
+    plan: Plan, profile: Profile, cluster: Cluster, subject: str, estimate: Estimate
 ) -> tuple[list[str], list[OtherDevice]]:
     """Say what of a module is cut, and what is whole and why, and price the model on one device."""
     cuts = [cut for cut in plan.cuts if _touched(cut, subject)]
@@ -320,13 +320,13 @@ def _touched(cut: Cut, subject: str) -> list[str]:
 def _cut_sentence(cut: Cut, subject: str) -> str:
     mine = _touched(cut, subject)
     reduces, gathers = count_collectives(cut.actions)
-    ways = [f"{count} {name}" for count, name in ((reduces, "all-reduce"), (gathers, "all-gather")) if count]
+    collectives = [f"{count} {name}" for count, name in ((reduces, "all-reduce"), (gathers, "all-gather")) if count]
     shares = ", ".join(map(str, cut.shares)) if len(set(cut.shares)) > 1 else f"{cut.shares[0]} each"
     proof = f" Checked: {cut.proof}." if cut.proof else ""
     more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
     return (
         f"{mine[0]}{more} {'are' if more else 'is'} cut into {cut.size} slices over {cut.degree} ranks ({shares})"
-        f"{', ended by ' + ' and '.join(ways) + ' per block' if ways else ''}.{proof}"
+        f"{', ended by ' + ' and '.join(collectives) + ' per block' if collectives else ''}.{proof}"
     )
 
 
@@ -352,17 +352,17 @@ def _over_mesh(plan: Plan, subject: str) -> list[str]:
 # Devices
 
 
-def _device(plan: Plan, figures: Estimate, name: str) -> Iterator[str]:
+def _device(plan: Plan, estimate: Estimate, name: str) -> Iterator[str]:
     """Say what a device has, what fills it when it is fullest, and what it does with the time."""
-    row = next(device for device in figures.devices if device.name == name)
+    row = next(device for device in estimate.devices if device.name == name)
     here = [path for path, device in plan.placements.items() if device == name]
     at, stages = [device.name for device in plan.devices].index(name), plan.mesh.pp if plan.mesh is not None else 1
     if plan.cuts or plan.mesh is not None:
         yield f"{name} is rank {at} of {len(plan.devices)}."
     own = None
-    if figures.ranks:
+    if estimate.ranks:
         rank = at // (len(plan.devices) // stages)
-        own = next(one for one in figures.ranks if rank in one.stages)
+        own = next(one for one in estimate.ranks if rank in one.stages)
         mine = ", ".join(map(str, sorted(number for number in own.stages if number % stages == rank)))
         has = f"stage{'s' if ',' in mine else ''} {mine}" if stages > 1 else "the whole depth of the model"
         yield f"It has {has}."
@@ -379,10 +379,10 @@ def _device(plan: Plan, figures: Estimate, name: str) -> Iterator[str]:
         yield f"At its fullest moment{when} it holds {peak}: {listed}."
         idle = f", and is idle for {format_seconds(own.idle_seconds)}" if own is not None else ""
         yield (
-            f"Of {format_seconds(figures.latency_seconds)} it computes for {format_seconds(row.compute_seconds)} and "
+            f"Of {format_seconds(estimate.latency_seconds)} it computes for {format_seconds(row.compute_seconds)} and "
             f"waits for communication for {format_seconds(row.transfer_seconds)}{idle}."
         )
     if row.peak_bytes > FULL * row.memory_bytes:
         yield "Its memory binds the plan: nothing sizeable can be added to it."
-    if figures.pipelining is not None and here:
-        yield from _stage_sentences(plan, figures.pipelining, here)
+    if estimate.pipelining is not None and here:
+        yield from _stage_sentences(plan, estimate.pipelining, here)

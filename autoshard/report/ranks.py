@@ -52,9 +52,9 @@ def print_stages(console: Console, plan: Plan, estimate: Estimate) -> None:
         row: list[str | Text] = [str(index), device, fold_paths(stage.paths)]
         if priced:
             one = priced[index]
-            figures = [format_seconds(one.forward_seconds), format_seconds(one.backward_seconds)]
-            figures += [format_bytes(one.activation_bytes), f"{one.in_flight}{', recomputed' if one.recompute else ''}"]
-            row += figures[: len(titles)]
+            cells = [format_seconds(one.forward_seconds), format_seconds(one.backward_seconds)]
+            cells += [format_bytes(one.activation_bytes), f"{one.in_flight}{', recomputed' if one.recompute else ''}"]
+            row += cells[: len(titles)]
         rows.append(row)
     columns = [Column(title="Stage", right=True), Column(title="Device", style="bold")]
     columns += [Column(title="Modules", flexible=True), *(Column(title=title, right=True) for title in titles)]

@@ -110,6 +110,6 @@ def report(
     cluster = cluster_for(plan if devices is None else devices)
     study = _study(plan, profile, cluster)
     rows = (*comparison.alternatives, *comparison.peers) if comparison is not None else ()
-    figures = estimate(plan, profile, cluster) if study is None else study.estimate
-    page = make_page(plan, figures, profile, cluster, title=title, alternatives=rows, study=study)
+    own = estimate(plan, profile, cluster) if study is None else study.estimate
+    page = make_page(plan, own, profile, cluster, title=title, alternatives=rows, study=study)
     write_whole(path, page)

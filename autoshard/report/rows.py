@@ -165,9 +165,9 @@ def _signatures_of(
     known: dict[tuple[object, ...], int] = {}
     below_root = sorted((one for rows in children.values() for one in rows), key=lambda one: -one.path.count("."))
     for module in (*below_root, profile.modules[0]):
-        figures = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
+        cells = (module.class_name, module.parameter_bytes, module.buffer_bytes, module.calls, module.flops)
         below = tuple((c.path.rpartition(".")[2], signatures.get(c.path, -1)) for c in children.get(module.path, ()))
-        signatures[module.path] = known.setdefault((*figures, look(module.path), below), len(known))
+        signatures[module.path] = known.setdefault((*cells, look(module.path), below), len(known))
     return signatures
 
 

@@ -10,7 +10,6 @@ from autoshard.engine.estimate import DeviceEstimate, Estimate, level
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
-from autoshard.report.figures import count_parameters, time_rows, used_devices
 from autoshard.report.layout import (
     INDENT,
     Column,
@@ -37,7 +36,8 @@ from autoshard.report.rows import (
     tied_modules,
     transfer_rows,
 )
-from autoshard.report.where import print_cuts, print_placements, print_streamed
+from autoshard.report.summary import count_parameters, time_rows, used_devices
+from autoshard.report.where import print_cuts, print_offloaded, print_placements
 
 MARKS = {
     "weights": ("blue", "█", "#"),
@@ -45,7 +45,7 @@ MARKS = {
     "optimizer": ("magenta", "▓", "o"),
     "activations": ("yellow", "▒", "a"),
     "cache": ("green", "▪", "c"),
-    "streamed": ("cyan", "░", "s"),
+    "offloaded": ("cyan", "░", "s"),
     "overhead": ("bright_black", "x", "x"),
     "free": ("bright_black", "·", "."),
 }
@@ -75,8 +75,8 @@ def print_plan(
             print_stages(console, plan, estimate)
     if plan.cuts and not plan.launch:
         print_cuts(console, plan, profile)
-    elif plan.streamed:
-        print_streamed(console, plan, profile, estimate.streaming)
+    elif plan.offloaded:
+        print_offloaded(console, plan, profile, estimate.streaming)
     elif plan.mesh is None:
         print_placements(console, plan, profile)
     print_section(console, "Predicted")
@@ -234,8 +234,8 @@ def capture_notes(profile: Profile) -> list[str]:
 def estimate_notes(estimate: Estimate) -> list[str]:
     """Say what the runtime does beside placing modules."""
     notes = []
-    if estimate.aligned:
-        some = _some(estimate.aligned)
+    if estimate.mixed_device:
+        some = _some(estimate.mixed_device)
         notes.append(f"Tensors of several devices meet inside {some}: its ops are watched there, which costs time.")
     if estimate.written_back:
         some = _some(estimate.written_back)

@@ -1,4 +1,4 @@
-"""Where a plan of one process has what: modules placed, modules streamed, and matrices cut over devices."""
+"""Where a plan of one process has what: modules placed, modules offloaded, and matrices cut over devices."""
 
 from rich.console import Console
 
@@ -42,22 +42,22 @@ def print_placements(console: Console, plan: Plan, profile: Profile) -> None:
     print_left_off(console, len(rows) - MOST_ROWS, "rows", "--json and -o list all")
 
 
-def print_streamed(console: Console, plan: Plan, profile: Profile, streaming: Streaming | None) -> None:
+def print_offloaded(console: Console, plan: Plan, profile: Profile, streaming: Streaming | None) -> None:
     """Print what stays on its device, then what is kept elsewhere, equal neighbours as ranges."""
     rows = entry_rows(plan, profile)
     print_section(console, "Stays")
-    _print_groups(console, [row for row in rows if row.path not in plan.streamed], plan)
+    _print_groups(console, [row for row in rows if row.path not in plan.offloaded], plan)
     each = "token" if plan.workload.new_tokens > 1 else "pass"
     nbytes = f", {format_bytes(streaming.nbytes)} brought per {each}" if streaming else ""
-    print_section(console, "Streamed", f"{len(plan.streamed)} modules{nbytes}")
-    _print_groups(console, [row for row in rows if row.path in plan.streamed], plan)
+    print_section(console, "Offloaded", f"{len(plan.offloaded)} modules{nbytes}")
+    _print_groups(console, [row for row in rows if row.path in plan.offloaded], plan)
 
 
 def _print_groups(console: Console, rows: list[PlacedRow], plan: Plan) -> None:
     """Print where modules are, those of a class on one device together."""
     groups: dict[tuple[str, str, str], list[PlacedRow]] = {}
     for row in rows:
-        groups.setdefault((row.class_name, plan.streamed.get(row.path, ""), row.device), []).append(row)
+        groups.setdefault((row.class_name, plan.offloaded.get(row.path, ""), row.device), []).append(row)
     for (class_name, store, device), group in [*groups.items()][:MOST_GROUPS]:
         count = f"{len(group)} x " if len(group) > 1 else ""
         where = f"kept on {store}, brought to {device}" if store else f"on {device}"

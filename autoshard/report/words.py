@@ -56,12 +56,12 @@ def fold(paths: Sequence[str]) -> list[str]:
     """Join paths that differ in one number only; the order of the first of each is kept."""
     made = list(dict.fromkeys(paths))
     most = max((len(_NUMBERS.findall(path)) for path in made), default=0)
-    for position in reversed(range(most)):
+    for index in reversed(range(most)):
         groups: dict[tuple[str, str] | str, list[int]] = {}
         for path in made:
             numbers = list(_NUMBERS.finditer(path))
-            if position < len(numbers):
-                at = numbers[position]
+            if index < len(numbers):
+                at = numbers[index]
                 groups.setdefault((path[: at.start()], path[at.end() :]), []).append(int(at[0]))
             else:
                 groups[path] = []

@@ -25,7 +25,7 @@ from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.steps import ALONG, Memo, Step
 
-ARGUMENTS = ("enter", "slice", "collect", "whole", "divide")
+ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
 _SIZED = ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss")
 """Kinds of actions that say an axis, besides those along tokens."""
@@ -44,7 +44,7 @@ class Before:
 
     def __init__(self, steps: Sequence[Step]) -> None:
         self.steps = tuple(steps)
-        self.enters_only = all(step.action.kind == "enter" for step in steps)
+        self.enters_only = all(step.action.kind == "copy_to" for step in steps)
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if self.enters_only and not torch.is_grad_enabled():

@@ -39,7 +39,7 @@ class RankState:
     random: tuple[torch.Tensor, ...] = ()
 
 
-def mark_of(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> RankState:
+def state_of_rank(model: nn.Module, cuts: Sequence[Cut], device: torch.device | None) -> RankState:
     """Describe what this process is about to run; `device`: where it computes, if that is known."""
     return RankState(
         plan=hashlib.sha256(repr(tuple(cuts)).encode()).hexdigest(),
@@ -79,7 +79,7 @@ def set_random_states(states: Sequence[torch.Tensor], device: torch.device | Non
 
 
 def agree(
-    ranks: Ranks | None, mark: RankState, error: Exception | None = None, device: torch.device | None = None
+    ranks: Ranks | None, state: RankState, error: Exception | None = None, device: torch.device | None = None
 ) -> None:
     """Raise on all ranks if one has an error, or another plan, model or weights than rank 0; `error`: this rank's own.
 
@@ -87,15 +87,15 @@ def agree(
     sampled alike.
     """
     if isinstance(ranks, ProcessRanks):
-        mark = RankState(error=str(error) or type(error).__name__) if error is not None else mark
-        mark = replace(mark, random=mark.random if ranks.rank == 0 else ())
+        state = RankState(error=str(error) or type(error).__name__) if error is not None else state
+        state = replace(state, random=state.random if ranks.rank == 0 else ())
         try:
-            words = meet(ranks, pickle.dumps(mark), error is not None)
+            words = meet(ranks, pickle.dumps(state), error is not None)
         except RankError as problem:
             raise (error or problem) from problem
-        marks: dict[int, RankState] = {rank: pickle.loads(word) for rank, word in sorted(words.items())}
+        states: dict[int, RankState] = {rank: pickle.loads(word) for rank, word in sorted(words.items())}
         if error is None:
-            _decide(ranks, marks, device)
+            _decide(ranks, states, device)
     if error is not None:
         raise error
 
@@ -111,17 +111,17 @@ def together(ranks: Ranks | None) -> Iterator[None]:
     agree(ranks, RankState(), error)
 
 
-def _decide(ranks: ProcessRanks, marks: Mapping[int, RankState], device: torch.device | None) -> None:
+def _decide(ranks: ProcessRanks, states: Mapping[int, RankState], device: torch.device | None) -> None:
     """Raise `RankError` for what stands against going on; else go on with the random numbers of rank 0."""
     members = ranks.members
-    failed = next((rank for rank, mark in marks.items() if mark.error), None)
+    failed = next((rank for rank, state in states.items() if state.error), None)
     if failed is not None:
-        raise RankError(f"rank {members[failed]} can't take part: {marks[failed].error}")
-    problem = _compared(list(marks.values()), members)
+        raise RankError(f"rank {members[failed]} can't take part: {states[failed].error}")
+    problem = _compared(list(states.values()), members)
     if problem:
         raise RankError(problem)
-    if marks[0].random:
-        set_random_states(marks[0].random, device)
+    if states[0].random:
+        set_random_states(states[0].random, device)
 
 
 def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:
@@ -135,10 +135,10 @@ def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:
     return found
 
 
-def differ(ranks: ProcessRanks, number: int, news: bool, told: float) -> tuple[bool, list[float]]:
-    """Whether a number differs between ranks, or one has news, and what each has `told`; all call it, in every step."""
+def differ(ranks: ProcessRanks, number: int, news: bool, value: float) -> tuple[bool, list[float]]:
+    """Whether a number differs between ranks, or one has news, and the `value` of each; all call it in every step."""
     words = torch.zeros(ranks.size, 3, dtype=torch.float64)  # on the CPU
-    words[ranks.rank] = torch.tensor([float(number), float(news), told], dtype=torch.float64)
+    words[ranks.rank] = torch.tensor([float(number), float(news), value], dtype=torch.float64)
     words = ranks.all_reduce(words)
     return bool((words[:, 0] != words[0, 0]).any() or words[:, 1].any()), words[:, 2].tolist()
 
@@ -155,7 +155,7 @@ def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -
         agree(ranks, RankState(), error)
 
 
-def _compared(marks: Sequence[RankState], members: Sequence[int]) -> str:
+def _compared(states: Sequence[RankState], members: Sequence[int]) -> str:
     """What differs between the ranks; nothing: ""."""
     for what, remedy in (
         (
@@ -167,7 +167,9 @@ def _compared(marks: Sequence[RankState], members: Sequence[int]) -> str:
         ("inputs", "Give all ranks of a pipeline the same batch, in the same order."),
         ("weights", "Load the same checkpoint on all ranks, or set the same seed before the model is made."),
     ):
-        differing = [members[rank] for rank, mark in enumerate(marks) if getattr(mark, what) != getattr(marks[0], what)]
+        differing = [
+            members[rank] for rank, state in enumerate(states) if getattr(state, what) != getattr(states[0], what)
+        ]
         if differing:
             verb = "has another" if len(differing) == 1 else "have another"
             verb = verb.replace("another", "other") if what in ("weights", "inputs") else verb

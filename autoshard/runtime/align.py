@@ -33,15 +33,16 @@ _WITH_BATCH_SIZES = {"_pack_padded_sequence", "_pad_packed_sequence", "lstm", "g
 class Align(TorchFunctionMode):
     """While entered, every torch call whose tensors are on several devices runs on one of them.
 
-    The target is the device of a tensor that the call writes; else `homes[-1]`, the home of the innermost watched
-    module, if it has a single one; else, of the devices of its tensors, the one that comes last in `stages`.
+    The target is the device of a tensor that the call writes; else `execution_devices[-1]`, that of the innermost
+    mixed-device module, if it has a single one; else, of the devices of its tensors, the one that comes last
+    in `stages`.
     """
 
     def __init__(self, copies: Copies, stages: Sequence[torch.device]) -> None:
         super().__init__()
         self.copies = copies
         self.rank = {device: index for index, device in enumerate(stages)}
-        self.homes: list[torch.device | None] = []
+        self.execution_devices: list[torch.device | None] = []
 
     def __enter__(self) -> "Align":
         self.thread = threading.get_ident()
@@ -84,8 +85,8 @@ class Align(TorchFunctionMode):
     def _target(self, written: torch.Tensor | None, args: tuple, kwargs: dict) -> torch.device | None:
         if written is not None:
             return written.device
-        if self.homes and self.homes[-1] is not None:
-            return self.homes[-1]
+        if self.execution_devices and self.execution_devices[-1] is not None:
+            return self.execution_devices[-1]
         found = {tensor.device for tensor in _tensors(args, kwargs) if not _travels_alone(tensor)}
         return max((device for device in found if device in self.rank), key=self.rank.__getitem__, default=None)
 

@@ -17,7 +17,7 @@ from autoshard.common.fingerprint import fingerprint
 from autoshard.common.module_paths import find_scripted
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan, check_placements
-from autoshard.plan.placement import check_known, resolve_homes
+from autoshard.plan.placement import check_known, resolve_execution_devices
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhook
 from autoshard.runtime.devices import check_copies, resolve_device
@@ -25,7 +25,7 @@ from autoshard.runtime.hooks import Hook, RootHook
 from autoshard.runtime.microbatches import division_of
 from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
 from autoshard.runtime.recompute import recomputed_in
-from autoshard.runtime.resting import check_streamed, make_streams, resting, streamed_module
+from autoshard.runtime.resting import check_offloaded, make_streams, offloaded_module, resting
 from autoshard.runtime.state import Record, Runtime
 
 
@@ -87,17 +87,17 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     _check_tensors(tensors)
     _check_modules(model, before)
     check_belongs(model, plan, tensors)
-    check_streamed(model, plan)
+    check_offloaded(model, plan)
     originals = {name: tensor.device for name, tensor in tensors.items()}
     known = originals if before is None else _originals(tensors, before.record)
     record = _record(model, plan, tensors, known, conservative)
-    streams = make_streams(model, tensors, record.devices, plan.streamed)
+    streams = make_streams(model, tensors, record.devices, plan.offloaded)
     check_copies([*record.placed, *originals.values()])
     if before is not None:
         before.copies.clear()
     runtime = Runtime(record, streams)
     boundaries = find_boundaries(model, runtime)
-    undo = move_tensors(tensors, resting(tensors, record.devices, plan.streamed))
+    undo = move_tensors(tensors, resting(tensors, record.devices, plan.offloaded))
     try:
         streams.pin()
         if before is not None:
@@ -117,24 +117,26 @@ def _record(
     conservative: bool,
 ) -> Record:  # fmt: skip
     """Work out where everything lives; nothing is moved yet."""
-    homes = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors)
-    names = dict.fromkeys([*plan.placements.values(), *homes.entries.values(), homes.homes[""]])
-    devices = _devices(tensors, homes.entries)
+    execution_devices = resolve_execution_devices(plan.placements, [path for path, _ in model.named_modules()], tensors)
+    names = dict.fromkeys(
+        [*plan.placements.values(), *execution_devices.entries.values(), execution_devices.devices[""]]
+    )
+    devices = _devices(tensors, execution_devices.entries)
     smallest: dict[torch.device, str] = {}
     for name, device in devices.items():
-        if streamed_module(name, plan.streamed) is not None:
+        if offloaded_module(name, plan.offloaded) is not None:
             continue
         if tensors[name].numel() and tensors[name].numel() < tensors[smallest.get(device, name)].numel() + 1:
             smallest[device] = name
     return Record(
-        placements=dict(homes.entries),
+        placements=dict(execution_devices.entries),
         devices=devices,
         originals=originals,
-        homes=homes.homes,
-        aligned=frozenset(plan.aligned),
+        execution_devices=execution_devices.devices,
+        mixed_device=frozenset(plan.mixed_device),
         written_back=frozenset(plan.written_back),
         conservative=conservative,
-        streamed=dict(plan.streamed),
+        offloaded=dict(plan.offloaded),
         division=division_of(plan),
         recomputed=recomputed_in(plan, model),
         selective=plan.recompute == "selective",

@@ -1,9 +1,9 @@
 """Which modules get a hook, and of what kind.
 
-mixed root ── watched if aligned
-  ├─ embed    uniform, its parent is mixed ── arguments are moved to its home
+mixed root ── watched if mixed-device
+  ├─ embed    uniform, its parent is mixed ── arguments are moved to its device
   ├─ layers
-  │    └─ 7   mixed and aligned: h + f(h) with f elsewhere ── arguments are moved, its ops are watched
+  │    └─ 7   mixed-device:      h + f(h) with f elsewhere ── arguments are moved, its ops are watched
   └─ head     its weight is tied and lives with embed ── watched: the weight is copied once
 """
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard.common.module_paths import above, is_below, is_container, parent
-from autoshard.plan.placement import resolve_homes
+from autoshard.plan.placement import resolve_execution_devices
 from autoshard.runtime.around import surround, take_off
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device, send
 from autoshard.runtime.hooks import CallGuard, Hook, RootHook
@@ -39,8 +39,8 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, hooks: Mapping[str, Hook
             surround(model, Divide(runtime, division))
     hook_recompute(modules, runtime.record.recomputed, selective=runtime.record.selective)
     hook_streams(modules, runtime.streams)
-    watched = {path for path, hook in hooks.items() if hook.guard is not None and hook.guard.watched}
-    runtime.unfused = leaves_fused(modules, {*hooks, *runtime.streams.devices}, watched)
+    mixed_calls = {path for path, hook in hooks.items() if hook.guard is not None and hook.guard.moves_inside}
+    runtime.unfused = leaves_fused(modules, {*hooks, *runtime.streams.devices}, mixed_calls)
 
 
 def unhook(model: nn.Module, runtime: Runtime) -> None:
@@ -56,28 +56,36 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
     record = runtime.record
     modules = dict(model.named_modules())
     uncallable = [path for path, module in modules.items() if is_container(module)]
-    # With streamed modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
+    # With offloaded modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
     away = set(record.placed) != {CPU}
-    opened = {outer for path in record.streamed for outer in above(path)} if away else set()
-    homes = resolve_homes(record.placements, modules, record.placements, uncallable, opened)
-    resolved = {name: resolve_device(name) for name in dict.fromkeys([*homes.homes.values(), record.homes[""]])}
-    device = {path: resolved[name] for path, name in {**homes.homes, "": record.homes[""]}.items()}
+    opened = {outer for path in record.offloaded for outer in above(path)} if away else set()
+    execution_devices = resolve_execution_devices(record.placements, modules, record.placements, uncallable, opened)
+    resolved = {
+        name: resolve_device(name)
+        for name in dict.fromkeys([*execution_devices.devices.values(), record.execution_devices[""]])
+    }
+    device = {
+        path: resolved[name] for path, name in {**execution_devices.devices, "": record.execution_devices[""]}.items()
+    }
     first_path = {id(module): path for path, module in modules.items()}
     names = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
 
-    moving = set(homes.hooked)
-    aligned = {names.get(path, path) for path in record.aligned} & set(modules)
-    aligned |= {parent(name) for name in record.devices if _lives_elsewhere(name, record, device)} & set(modules)
+    moving = set(execution_devices.hooked)
+    mixed_device = {names.get(path, path) for path in record.mixed_device} & set(modules)
+    mixed_device |= {parent(name) for name in record.devices if _lives_elsewhere(name, record, device)} & set(modules)
     for path, first in names.items():  # a module with a second place in the tree, where it is called from elsewhere
         if path != first and first in device:
             moving.add(first)
-            if homes.homes.get(parent(path)) != homes.homes.get(first) or parent(path) in homes.mixed:
-                aligned.add(names[parent(path)])
+            if (
+                execution_devices.devices.get(parent(path)) != execution_devices.devices.get(first)
+                or parent(path) in execution_devices.mixed
+            ):
+                mixed_device.add(names[parent(path)])
     if record.conservative and set(record.placed) != {CPU}:
         # tensors that the model makes on the CPU may meet its own, too
-        aligned |= moving
+        mixed_device |= moving
     # Code around the model looks up tokens by itself, with indices from wherever: `model.embed(ids)`, then a forward.
-    if "" in homes.mixed or opened:
+    if "" in execution_devices.mixed or opened:
         moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
     writing = (
         moving if record.conservative else {_receiver(names.get(path, path), moving) for path in record.written_back}
@@ -85,18 +93,22 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
 
     found: dict[str, Hook] = {}
     for path in modules:
-        if path not in moving | aligned:
+        if path not in moving | mixed_device:
             continue
-        uniform = path in device and path not in homes.mixed
+        uniform = path in device and path not in execution_devices.mixed
         guard = CallGuard(
             current=device[path] if path in moving and is_accelerator(device[path]) else None,
-            watched=path in aligned,
+            moves_inside=path in mixed_device,
             target=device[path] if uniform else None,
             writes_back=path in writing or path == "",
         )
         needed = path == "" or guard != CallGuard(target=guard.target)
         found[path] = (Hook if path else RootHook)(
-            runtime, path, device[path] if path in moving else None, guard if needed else None, path in homes.mixed
+            runtime,
+            path,
+            device[path] if path in moving else None,
+            guard if needed else None,
+            path in execution_devices.mixed,
         )
     return found
 
@@ -113,7 +125,7 @@ def _receiver(path: str, moving: set[str]) -> str:
     return path
 
 
-def leaves_fused(modules: Mapping[str, nn.Module], hooked: Collection[str], watched: Collection[str]) -> bool:
+def leaves_fused(modules: Mapping[str, nn.Module], hooked: Collection[str], mixed_calls: Collection[str]) -> bool:
     """Whether torch's encoder layers leave their fused path where they are hooked or watched: then they all have to.
 
     What of a padded batch they hand to each other is nested on that path only, and it rounds otherwise.
@@ -121,5 +133,5 @@ def leaves_fused(modules: Mapping[str, nn.Module], hooked: Collection[str], watc
     layers = [path for path, module in modules.items() if isinstance(module, nn.TransformerEncoderLayer)]
     attention = [path for path, module in modules.items() if isinstance(module, nn.MultiheadAttention)]
     return any(is_below(path, layer) for layer in layers for path in hooked) or any(
-        is_below(layer, path) for layer in (*layers, *attention) for path in watched
+        is_below(layer, path) for layer in (*layers, *attention) for path in mixed_calls
     )

@@ -186,7 +186,7 @@ def _norm_of_all(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.
     for model, record in list(_staged.items()):
         own = [(name, rest.pop(id(one))) for name, one in model.named_parameters() if id(one) in rest]
         if own:  # also without any gradients, a position has to take part
-            counted = [one for name, one in own if record.owner(name) == record.position]
+            counted = [one for name, one in own if record.owner(name) == record.pp_rank]
             norm = _norm_of_parts(counted, norm_type).to(record.device)
             norms.append(_over(record.across, norm))
     norms.append(_norm_of_parts(rest.values(), norm_type).reshape(1))

@@ -247,10 +247,10 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return enter(gradient, ctx.ranks), None, None
+        return copy_to_region(gradient, ctx.ranks), None, None
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -261,7 +261,7 @@ class _Enter(torch.autograd.Function):
         return reduce(gradient, ctx.ranks), None
 
 
-class _Leave(torch.autograd.Function):
+class _CopyFromRegion(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         ctx.ranks = ranks
@@ -271,7 +271,7 @@ class _Leave(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ranks = ctx.ranks
         first = ranks.own(tuple(torch.ones((), dtype=gradient.dtype) * (rank == 0) for rank in range(ranks.size)))
-        return enter(gradient, ranks) * first.to(gradient.device), None
+        return copy_to_region(gradient, ranks) * first.to(gradient.device), None
 
 
 class _Gather(torch.autograd.Function):
@@ -287,7 +287,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         index, owned = ctx.saved_tensors
-        part = enter(gradient, ctx.ranks).index_select(ctx.dim, index)
+        part = copy_to_region(gradient, ctx.ranks).index_select(ctx.dim, index)
         shape = [1] * part.dim()
         shape[ctx.dim] = -1
         return part * owned.to(part.dtype).view(shape), None, None, None, None, None, None
@@ -309,7 +309,7 @@ class _Along(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         ranks, dim, kind = ctx.back
-        back = next(other for other, ways in ALONG.items() if ways == ALONG[kind][::-1])
+        back = next(other for other, kinds in ALONG.items() if kinds == ALONG[kind][::-1])
         return along(gradient, ranks, dim, back), None, None, None
 
 
@@ -334,14 +334,14 @@ def reduce(tensor: torch.Tensor, ranks: Ranks, fresh: bool = False, gathered: bo
     return ranks.all_reduce(tensor if fresh else tensor.clone())
 
 
-def enter(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def copy_to_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return an alias whose gradient is summed over ranks; the very tensor if it has no gradient."""
-    return _Enter.apply(tensor, ranks) if tracked(tensor) else tensor
+    return _CopyToRegion.apply(tensor, ranks) if tracked(tensor) else tensor
 
 
-def leave(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def copy_from_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return an alias whose gradient only rank 0 hands on; the very tensor if it has no gradient."""
-    return _Leave.apply(tensor, ranks) if tracked(tensor) else tensor
+    return _CopyFromRegion.apply(tensor, ranks) if tracked(tensor) else tensor
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -416,7 +416,7 @@ class Axis:
             raise ValueError(f"{self.text!r} can't have a part of {size} on a rank.")
         return self.sized(size // share * sum(self.shares))
 
-    def take(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def own_part(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """This rank's part of a whole tensor."""
         if self.begin is not None:
             return tensor.narrow(dim, self.begin, len(self.index))

@@ -39,7 +39,7 @@ class _Entry:
     copy: torch.Tensor
     source_version: tuple[int, int]
     copy_version: int
-    lasting: bool
+    stays: bool
 
 
 class _WeakSource(weakref.ref):
@@ -73,7 +73,7 @@ class Copies:
         )  # weights will change after it, perhaps through `.data`, which leaves no trace
         if self._entries:
             for key, entry in list(self._entries.items()):
-                if not entry.lasting or (training and entry.source.requires_grad):
+                if not entry.stays or (training and entry.source.requires_grad):
                     self._entries.pop(key, None)
         self.in_run = True
         self.runs += 1
@@ -105,13 +105,13 @@ class Copies:
             if entry.source_version == _version(source):
                 return entry.copy
         copy = self._tracked_copy(source, device)
-        lasting = isinstance(source, nn.Parameter) and not differentiable
-        held: Any = source
+        stays = isinstance(source, nn.Parameter) and not differentiable
+        key_of: Any = source
         if not isinstance(source, nn.Parameter):
-            held = _WeakSource(source, _source_died)
-            held.key, held.memo = key, weakref.ref(self)
-        entry = _Entry(held, copy, _version(source), copy._version, lasting)
-        if self.in_run or lasting:
+            key_of = _WeakSource(source, _source_died)
+            key_of.key, key_of.memo = key, weakref.ref(self)
+        entry = _Entry(key_of, copy, _version(source), copy._version, stays)
+        if self.in_run or stays:
             self._entries[key] = entry
         return copy
 

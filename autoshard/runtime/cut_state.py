@@ -30,7 +30,7 @@ class CutRecord:
             indices are.
         unplanned: blocks that may not draw random numbers in training.
         scales, handles: undo the integers and the hooks.
-        home: where this process computes, None where the model was.
+        output_device: where this process computes, None where the model was.
         gathered: its parameters are sharded as well, and gathered for their use.
     """
 
@@ -43,7 +43,7 @@ class CutRecord:
     unplanned: Unplanned
     scales: list[Old] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
-    home: torch.device | None = None
+    output_device: torch.device | None = None
     gathered: bool = False
 
 

@@ -20,7 +20,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.sharding import Cut, Results, Scale
 from autoshard.runtime.actions import Forget, Memo, Step, check, install
-from autoshard.runtime.agreement import RankState, agree, mark_of, together
+from autoshard.runtime.agreement import RankState, agree, state_of_rank, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, WholeState
@@ -79,16 +79,16 @@ def apply_cuts(
     model, `RankError` if the ranks don't agree, and `ApplyError` if it can't be done; the model is then as it was.
     """
     ready: _Ready | None = None
-    mark, error = RankState(), problem
+    state, error = RankState(), problem
     target = None if device is None else torch.device(device)
     try:
         if problem is None:
             ready = _prepare(model, tuple(cuts), ranks, shapes_only or loader is not None, absent)
-            ready.record.home = target
-            mark = RankState() if shapes_only else mark_of(model, ready.record.cuts, target)
+            ready.record.output_device = target
+            state = RankState() if shapes_only else state_of_rank(model, ready.record.cuts, target)
     except Exception as found:
         error = found
-    agree(ranks, mark, error, target)
+    agree(ranks, state, error, target)
     assert ready is not None
     log: list[Undo] = []
     try:
@@ -349,8 +349,8 @@ def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwar
         if id(tensor) not in made:
             made[id(tensor)] = give(tensor, devices)
     given = map_tensors((args, kwargs), lambda tensor: made.get(id(tensor), tensor))
-    home = ordinary[0].device if ordinary else devices[0]
-    mode = RanksMode(devices, home, module)
+    output_device = ordinary[0].device if ordinary else devices[0]
+    mode = RanksMode(devices, output_device, module)
     mode.given = Given(*given)
     mode.__enter__()
     return given
@@ -370,4 +370,4 @@ class Leave:
         mode.__exit__(None, None, None)
         if result is not None:
             mode.given.check(type(module).__name__, OF_RANKS)
-        return map_tensors(result, lambda tensor: collect(tensor, mode.home))
+        return map_tensors(result, lambda tensor: collect(tensor, mode.output_device))

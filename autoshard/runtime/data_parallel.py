@@ -18,7 +18,15 @@ from torch import nn
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.agreement import RankState, agree, digest_of, mark_of, random_states, set_random_states, together
+from autoshard.runtime.agreement import (
+    RankState,
+    agree,
+    digest_of,
+    random_states,
+    set_random_states,
+    state_of_rank,
+    together,
+)
 from autoshard.runtime.around import take_off
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
@@ -75,7 +83,7 @@ def apply_replicas(
     on meta, of which a rank has only its shards. Raises `PlanError`, `ApplyError`, or `RankError` if ranks don't agree;
     the model is then as it was.
     """
-    mark, error = RankState(), problem
+    state, error = RankState(), problem
     tensors = named_tensors(model)
     originals = {name: tensor.device for name, tensor in tensors.items()}
     mesh = plan.mesh
@@ -85,10 +93,10 @@ def apply_replicas(
             if shards(plan):
                 check_shardable(model, plan)
             # each replica draws random numbers of its own
-            mark = replace(mark_of(model, plan.cuts, device), plan=digest_of(plan), random=())
+            state = replace(state_of_rank(model, plan.cuts, device), plan=digest_of(plan), random=())
     except Exception as found:
         error = found
-    agree(ranks, mark, error, device)
+    agree(ranks, state, error, device)
     assert device is not None and mesh is not None
     record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
     if plan.cuts:
@@ -129,12 +137,12 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None)
     """Cut this replica over the ranks that share it; all ranks call it, and hear of what fails in another replica."""
     mesh, ranks = record.plan.mesh, record.ranks
     assert mesh is not None
-    among = cut_groups(mesh, ranks, record.made)
+    cut_ranks = cut_groups(mesh, ranks, record.made)
     random = random_states(record.device)
     try:
         with together(ranks):
             cuts, results = record.plan.cuts, record.plan.results
-            apply_cuts(model, cuts, among, device=record.device, loader=loader, results=results)
+            apply_cuts(model, cuts, cut_ranks, device=record.device, loader=loader, results=results)
             if mesh.ep > 1:  # ranks that have samples of their own draw random numbers of their own
                 set_random_states(random, record.device)
     except BaseException:

@@ -41,7 +41,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     if divide is None and not plan.cuts:
         _check_not_cut(model)
         return with_map(placing.apply_plan(model, plan), _map_of(plan))
-    problem = _refuse_streamed(plan)  # in several processes the others must hear of it before it is raised
+    problem = _refuse_offloaded(plan)  # in several processes the others must hear of it before it is raised
     try:
         _check_belongs(model, plan)
     except (PlanError, ApplyError) as error:
@@ -150,13 +150,13 @@ def _check_belongs(model: nn.Module, plan: Plan) -> None:
     placing.check_belongs(model, plan, named_tensors(model))
 
 
-def _refuse_streamed(plan: Plan) -> PlanError | ApplyError | None:
-    if not plan.streamed:
+def _refuse_offloaded(plan: Plan) -> PlanError | ApplyError | None:
+    if not plan.offloaded:
         return None
     way = "has stages or replicas" if plan.mesh is not None else f"cuts parameters over {len(plan.devices)} devices"
     return PlanError(
-        f"this plan {way} and keeps the parameters of {len(plan.streamed)} modules off them between calls, which can't "
-        'be done at once. Plan for more devices, or with strategy="balanced".'
+        f"this plan {way} and keeps the parameters of {len(plan.offloaded)} modules off them between calls, which "
+        "can't be done at once. Plan for more devices, or with strategy='balanced'."
     )
 
 

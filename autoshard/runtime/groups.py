@@ -62,7 +62,7 @@ def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRa
         for p in range(mesh.pipeline)
         for t in range(mesh.tensor)
     ]
-    shared = _lasting([tuple(members) for same_part in replicas for members in same_part], ranks)
+    shared = _known_group([tuple(members) for same_part in replicas for members in same_part], ranks)
     if mesh.dp == 1:
         return shared, None
     alike = [members for same_part in replicas for members in zip(*same_part, strict=True)]
@@ -79,14 +79,14 @@ def data_groups(
     step = mesh.ep if experts else 1
     width = max(mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1, step)
     shared = [range(first + own, first + width, step) for first in range(0, mesh.size, width) for own in range(step)]
-    among = _lasting([tuple(members) for members in shared], ranks)
+    shared_group = _known_group([tuple(members) for members in shared], ranks)
     if width == mesh.size:
-        return among, None
+        return shared_group, None
     alike = [list(members) for own in range(step) for members in zip(*shared[own::step], strict=True)]
-    return among, group_of(alike, ranks, made)
+    return shared_group, group_of(alike, ranks, made)
 
 
-def _lasting(lists: list[tuple[int, ...]], ranks: ProcessRanks) -> ProcessRanks:
+def _known_group(lists: list[tuple[int, ...]], ranks: ProcessRanks) -> ProcessRanks:
     """The group of this process among such lists, made once: DTensor remembers a mesh that looks like another one."""
     known = _made.setdefault(dist.group.WORLD, {})
     if tuple(lists) not in known:

@@ -1,6 +1,6 @@
 """What runs at the boundaries of an applied model, around the forward of each placement root.
 
-    Hook        moves a module's direct tensor arguments to its home; all that most modules have
+    Hook        moves a module's direct tensor arguments to its execution device; all that most modules have
     Hook+CallGuard  also: current device, watched ops, copies to write back, which is taken down again after the call
     RootHook    that of the root; also: was the model moved since?
 
@@ -47,39 +47,39 @@ class CallGuard:
 
     Attributes:
         current: device to make the current one.
-        watched: bring the tensors of each torch call in the module together (the module is aligned).
+        moves_inside: bring the tensors of each torch call in the module together (a mixed-device module).
         target: where they go; None: to the last stage among them.
         writes_back: copy what is written into copied arguments back to their sources.
     """
 
     current: torch.device | None = None
-    watched: bool = False
+    moves_inside: bool = False
     target: torch.device | None = None
     writes_back: bool = False
 
 
 class Hook:
-    """Moves to `home` every tensor found directly in the arguments or in tuples of them (None: does not).
+    """Moves to `execution_device` every tensor found directly in the arguments or in tuples of them (None: does not).
 
     Lists, dicts and other objects are passed as they are, since what a module writes into them must reach the caller;
     if a list or dict holds a tensor of another device, the module's ops are watched from then on. So are those of a
     `mixed` module that is given a tuple of tensors: memories of layers, say, that are on several devices.
     """
 
-    __slots__ = ("guard", "home", "mixed", "path", "runtime")
+    __slots__ = ("execution_device", "guard", "mixed", "path", "runtime")
 
     def __init__(
         self,
         runtime: Runtime,
         path: str,
-        home: torch.device | None,
+        execution_device: torch.device | None,
         guard: CallGuard | None = None,
         mixed: bool = False,
     ) -> None:
         self.mixed = mixed
         self.runtime = runtime
         self.path = path
-        self.home = home
+        self.execution_device = execution_device
         self.guard = guard
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +89,7 @@ class Hook:
             for value in values:
                 kind = type(value)
                 if kind is torch.Tensor:
-                    if value.device != self.home:
+                    if value.device != self.execution_device:
                         break
                 elif kind is tuple and not self.mixed:
                     values += value
@@ -100,7 +100,7 @@ class Hook:
         return self.run(forward, args, kwargs)
 
     def run(self, forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call a forward with its arguments at home, guarded if it has to be."""
+        """Call a forward with its arguments on its device, guarded if it has to be."""
         outermost, device, runtime = self.is_outermost(), None, self.runtime
         with contextlib.ExitStack() as around:
             if outermost:
@@ -108,10 +108,10 @@ class Hook:
                 around.callback(runtime.end_run)
             values = (*args, *kwargs.values())
             moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-            if self.home is not None:
+            if self.execution_device is not None:
                 args, kwargs = self.moved(args, moved), {key: self.moved(value, moved) for key, value in kwargs.items()}
-                if self.holds_foreign(values) and not (self.guard and self.guard.watched):
-                    self.guard = replace(self.guard or CallGuard(), watched=True, target=self.home)
+                if self.holds_foreign(values) and not (self.guard and self.guard.moves_inside):
+                    self.guard = replace(self.guard or CallGuard(), moves_inside=True, target=self.execution_device)
             guard = replace(self.guard or CallGuard(), writes_back=True) if outermost else self.guard
             if guard is None:
                 return forward(*args, **kwargs)
@@ -138,12 +138,13 @@ class Hook:
         return not self.runtime.local.calls and torch_private.autograd_node() is None
 
     def moved(self, value: Any, moved: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Return an argument with its direct tensors at home, through the memo; `moved` collects (source, copy)."""
+        """Return an argument with its direct tensors on the device, through the memo; `moved` collects (source,
+        copy)."""
         if isinstance(value, torch.Tensor):
-            if self.home is None or value.device == self.home:
+            if self.execution_device is None or value.device == self.execution_device:
                 return value
             if id(value) not in moved:  # one object stays one, also where the memo makes a new copy every time
-                moved[id(value)] = value, self.runtime.copies.get(value, self.home)
+                moved[id(value)] = value, self.runtime.copies.get(value, self.execution_device)
             return moved[id(value)][1]
         if isinstance(value, PackedSequence):  # its batch sizes stay where torch wants them, on the CPU
             data, order, back = (self.moved(part, moved) for part in (value.data, *value[2:]))
@@ -159,7 +160,7 @@ class Hook:
         """Whether a list or dict among the arguments, also in tuples, holds a tensor of another device."""
         for value in values:
             if isinstance(value, (list, dict)):
-                if any(tensor.device != self.home for _, tensor in tensors_in(value)):
+                if any(tensor.device != self.execution_device for _, tensor in tensors_in(value)):
                     return True
             elif isinstance(value, tuple) and (self.holds_foreign(value) or (self.mixed and _holds_tensor(value))):
                 return True
@@ -169,7 +170,7 @@ class Hook:
         """Set up the guard for a call; `around` takes it down again."""
         if guard.current is not None:
             around.enter_context(current(guard.current))
-        if guard.watched:
+        if guard.moves_inside:
             around.enter_context(self.runtime.watching(guard.target))
         if self.runtime.unfused and torch.backends.mha.get_fastpath_enabled():
             torch.backends.mha.set_fastpath_enabled(False)
@@ -188,7 +189,7 @@ class Hook:
                     raise ApplyError(
                         f"{self.path or 'the model'} changes an argument of shape {list(written.shape)} in place, and "
                         f"another one, of shape {list(source.shape)}, is a view of the same memory. They were copied "
-                        f"to {self.home} one by one, so the other one kept old values. Give it copies (clone())."
+                        f"to {self.execution_device} one by one, so the other one kept old values. Give it clones."
                     )
             self.runtime.copies.write_back(written, copy)
 

@@ -60,9 +60,9 @@ class Lengths:
         """Those lengths that are as in the plan come first; others may have grown with the batch."""
         steps = [step for step in self.steps if step.action.dim == count]
         same = [step for step in steps if step.length and item_at(arguments, step.action.argument) == step.length.whole]
-        for among in (same, steps):
+        for tried in (same, steps):
             found: dict[tuple[int, ...], tuple[tuple, dict]] = {}
-            for chosen in (among, *([step] for step in among)):
+            for chosen in (tried, *([step] for step in tried)):
                 changed = _changed(arguments, chosen)
                 seen = sizes_of(self.action.function, *changed)
                 if seen is not None and seen[2]:

@@ -1,12 +1,12 @@
-"""From CPU memory to GPUs: page-locked homes, and copies on a stream of their own through two pinned buffers.
+"""From CPU memory to GPUs: page-locked tensors, and copies on a stream of their own through two pinned buffers.
 
-    home, page-locked   [ q ]  ─────────copy stream───────▶ cuda:0
-    home, any other     [ k ]  ──▶ buffer a ──copy stream──▶ cuda:0       one is filled while the other is on its way
+    stored, page-locked [ q ]  ─────────copy stream───────▶ cuda:0
+    stored, any other   [ k ]  ──▶ buffer a ──copy stream──▶ cuda:0       one is filled while the other is on its way
                                ──▶ buffer b
 
-Every buffer has an event behind its last copy, which is waited for before it is filled again. A page-locked home is one
-slab of ordinary memory, locked as a whole and given back with the last tensor in it: torch's own pinned memory comes in
-powers of two, up to twice what is asked for.
+Every buffer has an event behind its last copy, which is waited for before it is filled again. A page-locked tensor is
+one slab of ordinary memory, locked as a whole and given back with the last tensor in it: torch's own pinned memory
+comes in powers of two, up to twice what is asked for.
 """
 
 import contextlib
@@ -78,18 +78,18 @@ class Uploads:
                 slot.event.record(stream)
         return True
 
-    def copy(self, home: torch.Tensor, device: torch.device) -> torch.Tensor:
+    def copy(self, stored: torch.Tensor, device: torch.device) -> torch.Tensor:
         """Queue the copying of a whole tensor to a device, with its strides; it may be written over afterwards."""
-        if is_packed(home):
-            return repacked(home, lambda stored: self.copy(stored, device))
-        if home.layout is not torch.strided or home.is_pinned():
-            return home.to(device, non_blocking=home.layout is torch.strided, copy=True)
-        strides = None if home.is_contiguous() else copy_strides(home)
+        if is_packed(stored):
+            return repacked(stored, lambda inner: self.copy(inner, device))
+        if stored.layout is not torch.strided or stored.is_pinned():
+            return stored.to(device, non_blocking=stored.layout is torch.strided, copy=True)
+        strides = None if stored.is_contiguous() else copy_strides(stored)
         if strides is None:
-            copy = torch.empty_like(home, device=device)
+            copy = torch.empty_like(stored, device=device)
         else:
-            copy = torch.empty_strided(home.shape, strides, dtype=home.dtype, device=device)
-        self.send(copy, home)
+            copy = torch.empty_strided(stored.shape, strides, dtype=stored.dtype, device=device)
+        self.send(copy, stored)
         return copy
 
     def _free_slot(self) -> "_Slot":

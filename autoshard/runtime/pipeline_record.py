@@ -47,7 +47,7 @@ class PipelineRecord:
     control: ProcessRanks | None = None
     made: Made = field(default_factory=Made)
     replica: int
-    position: int
+    pp_rank: int
     tensor_rank: int
     device: torch.device
     stages: tuple[int, ...]
@@ -65,7 +65,7 @@ class PipelineRecord:
 
     def has(self, name: str) -> bool:
         """Whether this process has the values of a tensor."""
-        return self.position in self.holders[name]
+        return self.pp_rank in self.holders[name]
 
     def __deepcopy__(self, memo: dict) -> "PipelineRecord":
         return self  # a copy of the model runs on the same processes
@@ -99,10 +99,10 @@ class StagesHook:
 
 def pipeline_record(model: nn.Module) -> PipelineRecord | None:
     """What of a pipeline over processes was applied to a model, None if nothing was."""
-    mark = mark_of_stages(model)
-    return None if mark is None else mark.record
+    state = stages_of(model)
+    return None if state is None else state.record
 
 
-def mark_of_stages(model: nn.Module) -> StagesHook | None:
+def stages_of(model: nn.Module) -> StagesHook | None:
     """The hook that says that a pipeline over processes is applied to a model, None if none is."""
     return next((hook for hook in torch_private.forward_pre_hooks(model) if isinstance(hook, StagesHook)), None)

@@ -54,12 +54,12 @@ class Carrier:
         if self.by_stream and self.device.index is not None:
             set_current(self.device, self.device.index)
 
-    def begin(self, homes: Sequence[torch.Tensor]) -> LoadFuture:
+    def begin(self, stored: Sequence[torch.Tensor]) -> LoadFuture:
         """Start to bring tensors; returns a future."""
         if self.thread is not None:
-            return self.thread.submit(self._load, list(homes))
+            return self.thread.submit(self._load, list(stored))
         future: LoadFuture = Future()
-        future.set_result(self._load(list(homes)))
+        future.set_result(self._load(list(stored)))
         return future
 
     def take(self, future: LoadFuture) -> list[torch.Tensor]:
@@ -91,16 +91,16 @@ class Carrier:
                     copy.record_stream(stream)
         self.thread.submit(_free, future, list(uses.values()))
 
-    def _load(self, homes: Sequence[torch.Tensor]) -> _Load:
-        bring(homes)
+    def _load(self, stored: Sequence[torch.Tensor]) -> _Load:
+        bring(stored)
         if not self.copies:
             return _Load([])
         with torch.inference_mode(False), torch.no_grad():
             if not self.by_stream:
-                return _Load([copy_tensor(home, self.device) for home in homes])
+                return _Load([copy_tensor(tensor, self.device) for tensor in stored])
             stream = self.uploads.streams[self.device]
             with self.module.stream(stream):
-                copies = [self.uploads.copy(home, self.device) for home in homes]
+                copies = [self.uploads.copy(tensor, self.device) for tensor in stored]
                 ready = self.module.Event()
                 ready.record(stream)
             return _Load(copies, ready)

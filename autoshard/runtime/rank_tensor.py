@@ -232,12 +232,12 @@ def give(tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
     return _Spread.apply(tensor, tuple(devices)) if tracked else spread(tensor, devices)
 
 
-def collect(tensor: torch.Tensor, home: torch.device) -> torch.Tensor:
-    """Turn an output of the model into an ordinary tensor at `home`; what differs between ranks (a cache) stays."""
+def collect(tensor: torch.Tensor, output_device: torch.device) -> torch.Tensor:
+    """Turn an output of the model into an ordinary tensor at `output_device`; what differs between ranks stays."""
     if not isinstance(tensor, RankTensor) or not same(tensor.parts):
         return tensor
     tracked = tensor.requires_grad and torch.is_grad_enabled()
-    return (_Collect.apply(tensor) if tracked else tensor.parts[0]).to(home)
+    return (_Collect.apply(tensor) if tracked else tensor.parts[0]).to(output_device)
 
 
 _running = threading.local()
@@ -251,14 +251,14 @@ def running() -> "RanksMode | None":
 class RanksMode(DispatchMode):
     """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
-    `home`: where the inputs came from, and the outputs go. `began`: the module that was called from outside; `given`:
-    lists and dicts that it was given.
+    `output_device`: where the inputs came from, and the outputs go. `began`: the module that was called from
+    outside; `given`: lists and dicts that it was given.
     """
 
-    def __init__(self, devices: Sequence[torch.device], home: torch.device, began: Any = None) -> None:
+    def __init__(self, devices: Sequence[torch.device], output_device: torch.device, began: Any = None) -> None:
         super().__init__()
         self.devices = tuple(devices)
-        self.home = home
+        self.output_device = output_device
         self.began = began
         self.given = Given((), {})
 
@@ -314,8 +314,8 @@ def run_op(func: Any, args: tuple, kwargs: dict, devices: tuple[torch.device, ..
                 "outside of the model's forward: a cache, a parameter or state of an optimizer from before "
                 "autoshard.apply. Make it afterwards (a cache in the first forward), or start one process per rank."
             )
-    if _draws(func, args, kwargs):
-        return _draw(func, args, kwargs, devices, found, written)
+    if _is_random(func, args, kwargs):
+        return _random(func, args, kwargs, devices, found, written)
     results = [func(*_part(args, rank, devices), **_part(kwargs, rank, devices)) for rank in range(len(devices))]
     return _join(func, results, devices, found)
 
@@ -325,7 +325,7 @@ def _makes_tensor(func: Any) -> bool:
     return schema is not None and any("Tensor" in str(result.type) for result in schema.returns)
 
 
-def _draws(func: Any, args: tuple, kwargs: dict) -> bool:
+def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an op draws random numbers this time: those that may drop only if they do."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
@@ -407,7 +407,7 @@ def _take_over_shape(func: Any, tensor: RankTensor) -> None:
             _set_metadata(tensor, RankTensor(tensor.parts, tensor.devices))
 
 
-def _draw(
+def _random(
     func: Any,
     args: tuple,
     kwargs: dict,

@@ -65,8 +65,8 @@ class Scatter(Divide):
             last = replica.get_submodule(path)._buffers[place]
             owner._buffers[place] = None if last is None else copy_tensor(last.detach(), devices[0])
             keep_last(owner, place, own)
-        home = self.runtime.local.calls[-1] or devices[0]
-        return [to_device(one, home) for one in outputs]
+        output_device = self.runtime.local.calls[-1] or devices[0]
+        return [to_device(one, output_device) for one in outputs]
 
     def shares(self, rows: int) -> Sequence[int]:
         """Rows of each part, in the proportion of the plan; fewer parts where there are fewer rows than devices."""

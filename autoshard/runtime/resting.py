@@ -1,4 +1,4 @@
-"""What the parameters of streamed modules are between calls: where, and whether a model can be streamed so at all."""
+"""What the parameters of offloaded modules are between calls: where, and whether a model can be offloaded so at all."""
 
 from collections.abc import Mapping
 
@@ -15,59 +15,61 @@ from autoshard.runtime.streaming import Streams
 
 
 def resting(
-    tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device], streamed: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device], offloaded: Mapping[str, str]
 ) -> dict[str, torch.device]:
-    """Name -> device between calls, from that of computing: the CPU for parameters of streamed modules."""
+    """Name -> device between calls, from that of computing: the CPU for parameters of offloaded modules."""
     return {
-        name: CPU if isinstance(tensors[name], nn.Parameter) and streamed_module(name, streamed) is not None else device
+        name: CPU
+        if isinstance(tensors[name], nn.Parameter) and offloaded_module(name, offloaded) is not None
+        else device
         for name, device in devices.items()
     }
 
 
-def streamed_module(name: str, streamed: Mapping[str, str]) -> str | None:
-    """Return the path of the streamed module that a parameter is in, None if it stays on its device."""
-    return next((path for path in above(name) if path in streamed), None) if streamed else None
+def offloaded_module(name: str, offloaded: Mapping[str, str]) -> str | None:
+    """Return the path of the offloaded module that a parameter is in, None if it stays on its device."""
+    return next((path for path in above(name) if path in offloaded), None) if offloaded else None
 
 
 def make_streams(
     model: nn.Module,
     tensors: Mapping[str, torch.Tensor],
     devices: Mapping[str, torch.device],
-    streamed: Mapping[str, str],
+    offloaded: Mapping[str, str],
 ) -> Streams:
-    """Say on which device each streamed module computes, and find its parameters.
+    """Say on which device each offloaded module computes, and find its parameters.
 
-    What is kept in CPU memory and computes there is not streamed. Raises `PlanError` for a module on several devices,
+    What is kept in CPU memory and computes there is not offloaded. Raises `PlanError` for a module on several devices,
     and for a parameter that is tied to one that is kept elsewhere.
     """
-    used: dict[str, dict[torch.device, str]] = {path: {} for path in streamed}
+    used: dict[str, dict[torch.device, str]] = {path: {} for path in offloaded}
     for name, tensor in tensors.items():
-        path = streamed_module(name, streamed)
+        path = offloaded_module(name, offloaded)
         if path is not None and isinstance(tensor, nn.Parameter):
             used[path].setdefault(devices[name], name)
     for path, found in used.items():
         if len(found) > 1:
             places = ", ".join(f"{name} on {device}" for device, name in found.items())
             raise PlanError(
-                f"the plan streams {path!r} from the {streamed[path]}, but places it on several devices ({places}). "
+                f"the plan streams {path!r} from the {offloaded[path]}, but places it on several devices ({places}). "
                 "Give it one device, or stream its parts one by one."
             )
-    if streamed:
-        check_ties(tensors, devices, streamed)
+    if offloaded:
+        check_ties(tensors, devices, offloaded)
     computing = {path: next(iter(found)) for path, found in used.items() if found}
     return Streams.of(
-        model, {path: device for path, device in computing.items() if device != CPU or streamed[path] == "disk"}
+        model, {path: device for path, device in computing.items() if device != CPU or offloaded[path] == "disk"}
     )
 
 
 def check_ties(
-    tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device], streamed: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device], offloaded: Mapping[str, str]
 ) -> None:
     """Raise `PlanError` for a tensor that has another name under which it is kept elsewhere."""
     for names in tied_groups(tensors):
         if len(names) == 1:
             continue
-        paths = [streamed_module(name, streamed) for name in names]
+        paths = [offloaded_module(name, offloaded) for name in names]
         if any(paths) and (None in paths or len({devices[name] for name in names}) > 1):
             odd = next((name for name, path in zip(names, paths, strict=True) if path is None), names[-1])
             kept = next(name for name, path in zip(names, paths, strict=True) if path is not None and name != odd)
@@ -77,21 +79,21 @@ def check_ties(
             )
 
 
-def check_streamed(model: nn.Module, plan: Plan) -> None:
+def check_offloaded(model: nn.Module, plan: Plan) -> None:
     """Raise `PlanError` or `ApplyError` unless the model's parameters can be kept where the plan says."""
-    if not plan.streamed:
+    if not plan.offloaded:
         return
     modules = dict(model.named_modules())
-    for path in plan.streamed:
+    for path in plan.offloaded:
         if path not in modules:
             raise PlanError(f"the plan streams {path!r}, which this {type(model).__name__} does not have.")
     if plan.workload.mode == "training":
         raise PlanError(
-            f"this plan is for training and keeps the parameters of {len(plan.streamed)} modules off their device "
+            f"this plan is for training and keeps the parameters of {len(plan.offloaded)} modules off their device "
             "between calls, where an optimizer can't update them and backward can't read them. Give the devices more "
             "memory, or add devices."
         )
-    for path, place in plan.streamed.items():
+    for path, place in plan.offloaded.items():
         for name, parameter in modules[path].named_parameters() if place == "disk" else ():
             if parameter.numel() and not parameter.is_meta and file_of(parameter) is None:
                 raise ApplyError(

@@ -122,14 +122,14 @@ class KnownResults:
 def _differing(tensors: list[torch.Tensor], ranks: Ranks) -> list[bool]:
     """For each tensor, whether ranks have other values than the first, or it can't be told: all are one number."""
     if isinstance(ranks, ProcessRanks):
-        marks = ranks.exchange([_mark(tensor) for tensor in tensors])
+        fingerprints = ranks.exchange([_fingerprint(tensor) for tensor in tensors])
     else:
         parts = [tensor.parts if isinstance(tensor, RankTensor) else (tensor,) * ranks.size for tensor in tensors]
-        marks = [[_mark(own) for own in of_rank] for of_rank in zip(*parts, strict=True)]
-    return [len(set(found)) > 1 or found[0] is None for found in zip(*marks, strict=True)]
+        fingerprints = [[_fingerprint(own) for own in of_rank] for of_rank in zip(*parts, strict=True)]
+    return [len(set(found)) > 1 or found[0] is None for found in zip(*fingerprints, strict=True)]
 
 
-def _mark(tensor: torch.Tensor) -> str | None:
+def _fingerprint(tensor: torch.Tensor) -> str | None:
     """A hash of a tensor's values; None for one whose values are all alike: parts of a map of one token are ones."""
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if values.is_floating_point() and values.dim() and values.numel() and bool((values == values.flatten()[0]).all()):

@@ -82,21 +82,21 @@ def shard(
     order = Order(ranks, device, alone=sharing.shared.size == 1)
     experts = [modules[path] for path in plan.spread]
     for number, module in enumerate((*experts, *blocks, model)):
-        among = sharing.experts if sharing.experts is not None and number < len(experts) else sharing
+        group = sharing.experts if sharing.experts is not None and number < len(experts) else sharing
         own = _parameters(module, left_out | {id(one.parameter) for one in replaced})
         replaced += own
         for one in own:
             if plan.launch and one.parameter.is_floating_point():
                 one.parameter.data = one.parameter.data.to(stored_dtype(one.parameter, plan))
         whole = [one.parameter.data for one in own]
-        mesh = DeviceMesh.from_group(among.shared.group, device.type)
-        engine = fully_shard(module, mesh=mesh, **policy_of(plan, casts=among is sharing), **options)
+        mesh = DeviceMesh.from_group(group.shared.group, device.type)
+        engine = fully_shard(module, mesh=mesh, **policy_of(plan, casts=group is sharing), **options)
         for one, data in zip(own, whole, strict=True):
             one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
         engine.set_custom_all_gather(Gather(ranks, order, number))
         engine.set_custom_reduce_scatter(ReduceScatter(ranks))
-        if among.replicas is not None:
-            engine.set_all_reduce_hook(MeanOfReplicas(ranks, among.replicas))
+        if group.replicas is not None:
+            engine.set_all_reduce_hook(MeanOfReplicas(ranks, group.replicas))
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     for one in replaced:
         _give_memory(one, device)
@@ -340,7 +340,7 @@ class Used:
         self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
         self.accumulates = True
 
-    def settle(self, stepped: set[int]) -> None:
+    def drop_unused(self, stepped: set[int]) -> None:
         """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
         own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
         if any(torch_private.gradient_hooks(self.parameters[index]) for index in own):
@@ -420,4 +420,4 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for reference in list(_followed):
         used = reference()
         if used is not None:
-            used.settle(ids)
+            used.drop_unused(ids)

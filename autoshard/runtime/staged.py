@@ -18,7 +18,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, Results
-from autoshard.runtime.agreement import RankState, agree, digest_of, mark_of, together
+from autoshard.runtime.agreement import RankState, agree, digest_of, state_of_rank, together
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
@@ -27,7 +27,7 @@ from autoshard.runtime.devices import META
 from autoshard.runtime.groups import control_group, end_groups, group_of, shard_groups
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import SMALL_BUFFER, Undo, move_tensors, named_tensors, on_meta, set_data, tied_groups
-from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, mark_of_stages
+from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of
 from autoshard.runtime.sharded import (
     Sharing,
     check_shardable,
@@ -57,7 +57,7 @@ def apply_stages(
         if record.replicas is None:
             sharing = replace(sharing, ranks=sharing.shared)
     if plan.mesh.data > 1:  # replicas draw random numbers of their own
-        agree(record.across, RankState(random=mark_of(model, (), device).random), device=device)
+        agree(record.across, RankState(random=state_of_rank(model, (), device).random), device=device)
     undo: Undo | None = None
     marked = StagesHook(record)
     try:
@@ -93,7 +93,7 @@ def _agreed(
     loaded: bool,
 ) -> tuple[PipelineRecord, torch.device]:  # fmt: skip
     """Check that this process can have its stages, and that all ranks are about to do the same."""
-    mark, error, record = RankState(), problem, None
+    state, error, record = RankState(), problem, None
     try:
         if problem is None:
             assert device is not None
@@ -104,12 +104,12 @@ def _agreed(
             record = _record(plan, ranks, device, tensors)
             if not loaded:
                 _check_values(record, tensors)
-            mark = _mark(model, plan, device)
+            state = _rank_state(model, plan, device)
             if plan.cuts or (plan.launch and plan.workload.training):
                 record.extras["skeleton"] = skeleton_of(model, plan)
     except Exception as found:
         error = found
-    agree(ranks, mark, error, device)
+    agree(ranks, state, error, device)
     assert record is not None and device is not None
     return record, device
 
@@ -119,13 +119,13 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     record = marked.record
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
-    positions: dict[str, set[int]] = {}
+    pp_ranks: dict[str, set[int]] = {}
     for name, holders in record.holders.items():
         for path in above(name):
-            positions.setdefault(path, set()).add(holders[0])
-    record.around = tuple(path for path, of_path in positions.items() if len(of_path) > 1)
+            pp_ranks.setdefault(path, set()).add(holders[0])
+    record.around = tuple(path for path, of_path in pp_ranks.items() if len(of_path) > 1)
     for path, module in model.named_modules():
-        if path and path in positions and parent(path) in record.around:
+        if path and path in pp_ranks and parent(path) in record.around:
             marked.handles.append(module.register_forward_pre_hook(marked.refuse))
 
 
@@ -142,7 +142,7 @@ def remove_stages(model: nn.Module) -> nn.Module:
 
     Raises `ApplyError` if nothing is applied, `RankError` if a rank is gone.
     """
-    marked = mark_of_stages(model)
+    marked = stages_of(model)
     if marked is None:
         raise ApplyError("nothing to remove: this model is not divided into stages.")
     record = marked.record
@@ -218,7 +218,7 @@ def _record(
 ) -> PipelineRecord:
     mesh = plan.mesh
     assert mesh is not None
-    replica, position, tensor_rank = mesh.place(ranks.rank)
+    replica, pp_rank, tensor_rank = mesh.place(ranks.rank)
     stages = stage_of_tensors(plan, tensors)
     holders: dict[str, tuple[int, ...]] = {}
     for names in tied_groups(tensors):
@@ -229,10 +229,10 @@ def _record(
         ranks=ranks,
         across=ranks,
         replica=replica,
-        position=position,
+        pp_rank=pp_rank,
         tensor_rank=tensor_rank,
         device=device,
-        stages=tuple(range(position, len(plan.stages), mesh.pipeline)),
+        stages=tuple(range(pp_rank, len(plan.stages), mesh.pipeline)),
         holders=holders,
         originals={name: tensor.device for name, tensor in tensors.items()},
     )
@@ -247,16 +247,16 @@ def _check_values(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -
             )
 
 
-def _mark(model: nn.Module, plan: Plan, device: torch.device) -> RankState:
+def _rank_state(model: nn.Module, plan: Plan, device: torch.device) -> RankState:
     """What all ranks must have alike; weights can be compared only where all are there."""
-    mark = mark_of(model, plan.cuts, device)
+    state = state_of_rank(model, plan.cuts, device)
     alone = plan.mesh is not None and plan.mesh.data > 1
     partial = any(tensor.is_meta for tensor in named_tensors(model).values())
     return RankState(
         plan=digest_of(plan),
-        model=mark.model,
-        weights="" if partial else mark.weights,
-        random=() if alone else mark.random,
+        model=state.model,
+        weights="" if partial else state.weights,
+        random=() if alone else state.random,
     )
 
 

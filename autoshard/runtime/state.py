@@ -16,7 +16,7 @@ from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import resolve_device
 from autoshard.runtime.moves import named_tensors
-from autoshard.runtime.resting import streamed_module
+from autoshard.runtime.resting import offloaded_module
 from autoshard.runtime.streaming import Streams
 
 
@@ -52,10 +52,10 @@ class Record:
     Attributes:
         placements: name of each parameter and buffer -> device name the plan gives it; `devices`: where it lives.
         originals: name -> device it was on before apply.
-        homes: module path -> device name of its home.
-        aligned, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
-        streamed: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan; their
-            `devices` are those they compute on.
+        execution_devices: module path -> name of the device that it runs on.
+        mixed_device, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
+        offloaded: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan;
+            their `devices` are those they compute on.
         division: how its batch is divided, None if it is not.
         recomputed: paths of modules whose activations are computed again in backward; `selective`: what is costly of
             them is kept.
@@ -65,11 +65,11 @@ class Record:
     placements: Mapping[str, str]
     devices: Mapping[str, torch.device]
     originals: Mapping[str, torch.device]
-    homes: Mapping[str, str]
-    aligned: frozenset[str]
+    execution_devices: Mapping[str, str]
+    mixed_device: frozenset[str]
     written_back: frozenset[str]
     conservative: bool
-    streamed: Mapping[str, str]
+    offloaded: Mapping[str, str]
     division: Division | None
     recomputed: tuple[str, ...]
     selective: bool
@@ -102,7 +102,7 @@ class Runtime:
         self.stream_with(state["streams"])
 
     def stream_with(self, streams: Streams) -> None:
-        """Take these streamed modules, and let them know of runs."""
+        """Take these offloaded modules, and let them know of runs."""
         self.streams = streams
         streams.copies = self.copies
 
@@ -119,10 +119,13 @@ class Runtime:
         """Raise `ApplyError` if a tensor is elsewhere than planned: it was added or replaced since apply."""
         record = self.record
         for name, tensor in named_tensors(model).items():
-            if streamed_module(name, record.streamed) is not None:
+            if offloaded_module(name, record.offloaded) is not None:
                 continue
-            home = next((record.homes[path] for path in above(name) if path in record.homes), record.homes[""])
-            device = record.devices[name] if name in record.devices else resolve_device(home)
+            execution_device = next(
+                (record.execution_devices[path] for path in above(name) if path in record.execution_devices),
+                record.execution_devices[""],
+            )
+            device = record.devices[name] if name in record.devices else resolve_device(execution_device)
             if tensor.device != device:
                 raise ApplyError(
                     f"{name} is on {tensor.device}, and its module is on {device}: it was added, replaced or tied "
@@ -139,10 +142,10 @@ class Runtime:
         """Inside, the torch calls of this thread are watched, with `target` for those that mix devices."""
         outer = self.local.watcher
         watcher = self.local.watcher = outer or Align(self.copies, self.record.placed)
-        watcher.homes.append(target)
+        watcher.execution_devices.append(target)
         try:
             with nullcontext() if outer else watcher:
                 yield
         finally:
-            watcher.homes.pop()
+            watcher.execution_devices.pop()
             self.local.watcher = outer

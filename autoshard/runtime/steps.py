@@ -11,7 +11,7 @@ from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
 from autoshard.plan.sharding import Action, LocalLength
 from autoshard.runtime import cut_loss
-from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, enter, leave, reduce, tracked
+from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, copy_from_region, copy_to_region, reduce, tracked
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 """Functions of (input, weight, bias)."""
@@ -34,15 +34,15 @@ class Memo:
         self.entered: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def enter(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    def copy_to_region(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
         """Return the alias of a tensor whose gradient is summed over ranks."""
         if not tracked(tensor):
             return tensor
         if torch.compiler.is_compiling():
-            return enter(tensor, ranks)
+            return copy_to_region(tensor, ranks)
         known = self.entered.get(id(tensor))
         if known is None or known[0] is not tensor or known[2] != tensor._version:
-            known = self.entered[id(tensor)] = tensor, enter(tensor, ranks), tensor._version
+            known = self.entered[id(tensor)] = tensor, copy_to_region(tensor, ranks), tensor._version
         return known[1]
 
     def collect(self, tensor: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
@@ -90,8 +90,8 @@ class Step:
 
     def before(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Act on the arguments of a call; one that was left out, or is None, needs nothing."""
-        if self.action.kind == "enter":
-            return self._changed(arguments, lambda tensor: self.memo.enter(tensor, self.ranks))
+        if self.action.kind == "copy_to":
+            return self._changed(arguments, lambda tensor: self.memo.copy_to_region(tensor, self.ranks))
         if self.action.kind == "slice":
             return self._changed(arguments, self._slice)
         if self.action.kind == "length":
@@ -155,7 +155,7 @@ class Step:
                 f"{self.where} was given a tensor of shape {list(tensor.shape)}, and the plan is for "
                 f"{self.axis.where.size} in dimension {self.action.dim}. Was it made before the model was cut?"
             ) from None
-        return axis.take(self.memo.enter(tensor, self.ranks), self.action.dim)
+        return axis.own_part(self.memo.copy_to_region(tensor, self.ranks), self.action.dim)
 
     def _axis_of(self, part: torch.Tensor) -> Axis:
         """The axis of what this rank has a part of."""
@@ -185,7 +185,7 @@ class Step:
         if self.action.kind == "loss":
             assert self.axis is not None
             return cut_loss.put_together(result, self.axis)
-        if self.action.kind not in ("reduce", "mean", "gather", "spread", "leave", "scatter", "join"):
+        if self.action.kind not in ("reduce", "mean", "gather", "spread", "copy_from", "scatter", "join"):
             return result
         if not self.action.argument and isinstance(result, torch.Tensor):
             return self._after(result)
@@ -202,8 +202,8 @@ class Step:
             return cut_loss.spread(tensor, self.ranks, self.action.dim)
         if self.action.kind in ("gather", "spread"):
             return self._axis_of(tensor).gather(tensor, self.action.dim)
-        if self.action.kind == "leave":
-            return leave(tensor, self.ranks)
+        if self.action.kind == "copy_from":
+            return copy_from_region(tensor, self.ranks)
         if self.action.kind in ALONG:
             if self._divides:
                 return self._moved(tensor)
@@ -309,7 +309,7 @@ class Step:
             whole = _ones_like(tensor, self.action.dim, axis.where.size)
         mask = call(whole, given.get("p", 0.5), True)
         with torch_private.no_overrides():
-            mask = axis.take(mask, self.action.dim)
+            mask = axis.own_part(mask, self.action.dim)
             return tensor.mul_(mask) if given.get("inplace") else tensor * mask
 
 

@@ -2,9 +2,9 @@
 
     cuda:0   embed ─▶ layer 0 ─▶ layer 1 ─▶ layer 2 … ─▶ head        two of the layers at a time: the one that computes
                         ▲          ▲          ▲                      and the one that is expected next
-    cpu      …      layer 0    layer 1    layer 2 …                  their homes, where state_dict and save find them
+    cpu      …      layer 0    layer 1    layer 2 …                  stored, where state_dict and save find them
 
-Before a streamed module runs, its parameters (the same objects) are given the memory of copies, and their own again
+Before a offloaded module runs, its parameters (the same objects) are given the memory of copies, and their own again
 after it. Which one is next is what came next the last time; at first, the order of the plan. A wrong guess costs time,
 nothing else. Copies that were made in one run of the model are never used in another: code between runs may write to
 parameters in ways that leave no trace (`.data`: adapters are merged that way).
@@ -53,7 +53,7 @@ class Slot:
 
 
 class Streamer:
-    """The streamed modules of one device; `units`: path -> parameters, in the order in which they should run.
+    """The offloaded modules of one device; `units`: path -> parameters, in the order in which they should run.
 
     One thread at a time has the parameters of a module: they are one object for all.
     """
@@ -149,27 +149,27 @@ class Streamer:
 @contextlib.contextmanager
 def _installed(parameters: Sequence[nn.Parameter], copies: Sequence[torch.Tensor]) -> Iterator[None]:
     """Inside, parameters have the memory of their copies, if there are any."""
-    homes: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None, int]] = []
+    execution_devices: list[tuple[nn.Parameter, torch.Tensor, torch.Tensor | None, int]] = []
     try:
         with torch.inference_mode(False), torch.no_grad():
             for parameter, copy in zip(parameters, copies, strict=False):
-                homes.append((parameter, parameter.detach(), parameter.grad, parameter._version))
+                execution_devices.append((parameter, parameter.detach(), parameter.grad, parameter._version))
                 parameter.grad = None  # torch wants it where its parameter is
                 set_data(parameter, copy)
-                homes[-1] = (*homes[-1][:3], parameter._version)
+                execution_devices[-1] = (*execution_devices[-1][:3], parameter._version)
         del copies
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
-            for parameter, home, grad, version in homes:
+            for parameter, execution_device, grad, version in execution_devices:
                 if parameter._version != version:  # the forward wrote to it
-                    home.copy_(parameter)
-                set_data(parameter, home)
+                    execution_device.copy_(parameter)
+                set_data(parameter, execution_device)
                 parameter.grad = grad if parameter.grad is None else parameter.grad
 
 
 class Streams:
-    """All streamed modules of one applied model: path -> device they compute on; shared by their hooks."""
+    """All offloaded modules of one applied model: path -> device they compute on; shared by their hooks."""
 
     def __init__(self, devices: Mapping[str, torch.device]) -> None:
         self.devices = dict(devices)
@@ -189,7 +189,7 @@ class Streams:
 
     @classmethod
     def of(cls, model: nn.Module, devices: Mapping[str, torch.device]) -> "Streams":
-        """Find the parameters of all streamed modules of a model; `devices` is in the order in which they run."""
+        """Find the parameters of all offloaded modules of a model; `devices` is in the order in which they run."""
         streams = cls(devices)
         units: dict[torch.device, dict[str, list[nn.Parameter]]] = {}
         for path, device in devices.items():
@@ -221,13 +221,13 @@ class Streams:
         return self.copies.runs if self.copies is not None and self.copies.in_run else None
 
     def close(self) -> None:
-        """Put every parameter home and let go of all copies."""
+        """Give every parameter its stored memory back and release all copies."""
         for streamer in self.streamers.values():
             streamer.close()
 
 
-class StreamedModule:
-    """Around the forward of a streamed module: its parameters are there while it runs."""
+class OffloadedModule:
+    """Around the forward of a offloaded module: its parameters are there while it runs."""
 
     __slots__ = ("path", "streams")
 
@@ -265,6 +265,6 @@ def _refuse_gradients(output: Any, path: str) -> None:
 
 
 def hook_streams(modules: Mapping[str, nn.Module], streams: Streams) -> None:
-    """Let the streamed modules have their parameters while they run."""
+    """Let the offloaded modules have their parameters while they run."""
     for path in streams.devices:
-        surround(modules[path], StreamedModule(streams, path))
+        surround(modules[path], OffloadedModule(streams, path))

@@ -17,7 +17,7 @@ from autoshard.search.candidates import answer_meshes, answer_recipes, device_co
 from autoshard.search.limits import Fixed, Limits
 
 Goal = Literal["latency", "throughput", "memory"]
-Figures = StepEstimate | GenerationEstimate
+RecipeEstimate = StepEstimate | GenerationEstimate
 WORTH_STARTING = 2.0
 """A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
 AS_GOOD = 1.02
@@ -60,21 +60,21 @@ class Priced:
     """A recipe with its figures."""
 
     recipe: Recipe
-    figures: Figures
+    estimate: RecipeEstimate
 
     @property
     def seconds(self) -> float:
         """Seconds of a step, or of the whole answer."""
-        return self.figures.seconds
+        return self.estimate.seconds
 
     @property
     def fits(self) -> bool:
         """Whether the fullest rank has room."""
-        return self.figures.fits
+        return self.estimate.fits
 
     def value(self, goal: Goal) -> float:
         """What is made small."""
-        return self.figures.reserved_bytes if goal == "memory" else self.seconds
+        return self.estimate.reserved_bytes if goal == "memory" else self.seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +103,11 @@ def search(task: SearchTask) -> Searched:
             key = tuple(one.recipe.mesh.values())
             if key not in rows or one.value(task.goal) < rows[key].value(task.goal):
                 rows[key] = one
-        elif closest is None or one.figures.reserved_bytes < closest.figures.reserved_bytes:
+        elif closest is None or one.estimate.reserved_bytes < closest.estimate.reserved_bytes:
             closest = one
     if not rows and closest is None and task.training:
         leanest = (one for one in _priced(replace(task, leanest=True)))
-        closest = min(leanest, key=lambda one: one.figures.reserved_bytes, default=None)
+        closest = min(leanest, key=lambda one: one.estimate.reserved_bytes, default=None)
     ranking = sorted(rows.values(), key=lambda one: one.value(task.goal))
     if not ranking:
         return Searched(best=None, ranking=(), closest=closest, priced=count)
@@ -193,8 +193,8 @@ def price_recipe(task: SearchTask, recipe: Recipe) -> Priced:
     if topology is None:
         raise SpecError(f"{recipe.devices} of {task.devices} devices are no whole hosts.")
     if task.training:
-        return Priced(recipe=recipe, figures=price_step(task.work, recipe, task.card, topology))
-    return Priced(recipe=recipe, figures=price_answer(task, recipe, topology))
+        return Priced(recipe=recipe, estimate=price_step(task.work, recipe, task.card, topology))
+    return Priced(recipe=recipe, estimate=price_answer(task, recipe, topology))
 
 
 def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Priced]:
@@ -236,11 +236,11 @@ def price_answer(task: SearchTask, recipe: Recipe, topology: Topology) -> Genera
     )  # fmt: skip
 
 
-def _those_that_run(recipes: Iterable[Recipe], price: Callable[[Recipe], Figures]) -> Iterator[Priced]:
+def _those_that_run(recipes: Iterable[Recipe], price: Callable[[Recipe], RecipeEstimate]) -> Iterator[Priced]:
     """Price recipes; a schedule that can't have these numbers, or stages without layers, are no recipes."""
     for recipe in recipes:
         with suppress(SpecError):
-            yield Priced(recipe=recipe, figures=price(recipe))
+            yield Priced(recipe=recipe, estimate=price(recipe))
 
 
 def _least_bytes(task: SearchTask, recipe: Recipe) -> float:

@@ -60,8 +60,8 @@ class Wishes:
     @property
     def of_processes(self) -> bool:
         """Whether something was said that only plans for processes have."""
-        told = self.mesh, self.micro_batch, self.recompute
-        return any(one is not None for one in told) or self.precision != "auto" or self.dtype != "auto"
+        given = self.mesh, self.micro_batch, self.recompute
+        return any(one is not None for one in given) or self.precision != "auto" or self.dtype != "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

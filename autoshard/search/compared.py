@@ -68,5 +68,5 @@ def _why_not(task: SearchTask, kind: str) -> str:
     closest: Priced | None = search(replace(task, given=given)).closest
     if closest is None:
         return "no such mesh goes with the model, the batch and these devices"
-    lacking = closest.figures.used_bytes - task.card.memory_bytes
+    lacking = closest.estimate.used_bytes - task.card.memory_bytes
     return f"{shown_mesh(closest.recipe)} lacks {format_bytes(lacking)} on its fullest rank"

@@ -50,11 +50,11 @@ def _priced(peer: PeerMap, request: Request) -> Alternative:
 
 def _alternative(name: str, plan: Plan, request: Request) -> Alternative:
     try:
-        figures = price(plan, request.profile, request.limited)
+        estimate = price(plan, request.profile, request.limited)
     except (PlanError, SpecError) as error:
         return Alternative(name=name, refused=str(error))
-    value = value_of(figures, request.objective, request.profile.workload.training)
-    return Alternative(name=name, plan=plan, estimate=figures, value=value)
+    value = value_of(estimate, request.objective, request.profile.workload.training)
+    return Alternative(name=name, plan=plan, estimate=estimate, value=value)
 
 
 def _cut_as_written(request: Request, written: Mapping[str, str]) -> Alternative:

@@ -8,11 +8,11 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Moment, RankEstimate
 from autoshard.engine.generation import GenerationEstimate, answer_setting
 from autoshard.engine.price import Setting, StepEstimate, make_setting
-from autoshard.engine.ranks import RankFigures, answer_ranks, step_ranks
+from autoshard.engine.ranks import RankCost, answer_ranks, step_ranks
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
-from autoshard.search.best import Figures, SearchTask, part_of, price_recipe
+from autoshard.search.best import RecipeEstimate, SearchTask, part_of, price_recipe
 from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.traced import Traced
 
@@ -34,13 +34,13 @@ def estimate_recipe(plan: Plan, recipe: Recipe, task: SearchTask, cluster: Clust
     """Price a plan's recipe: every class of equal ranks, and the whole. Raises `PlanError` without enough devices."""
     if part_of(task.topology, recipe.devices) is None:
         raise PlanError(f"the plan is for {recipe.devices} devices, which {task.devices} of these hosts do not have.")
-    figures = price_recipe(task, recipe).figures
+    estimate = price_recipe(task, recipe).estimate
     setting, sequences = setting_of(task, recipe)
-    if isinstance(figures, StepEstimate):
-        ranks = step_ranks(setting, figures)
+    if isinstance(estimate, StepEstimate):
+        ranks = step_ranks(setting, estimate)
     else:
-        ranks = answer_ranks(setting, sequences, figures, task.new_tokens)
-    return _estimate_of(plan, figures, ranks, cluster)
+        ranks = answer_ranks(setting, sequences, estimate, task.new_tokens)
+    return _estimate_of(plan, estimate, ranks, cluster)
 
 
 def setting_of(task: SearchTask, recipe: Recipe) -> tuple[Setting, int]:
@@ -53,7 +53,7 @@ def setting_of(task: SearchTask, recipe: Recipe) -> tuple[Setting, int]:
     return answer_setting(task.work, recipe, task.card, topology, *sizes)
 
 
-def _estimate_of(plan: Plan, figures: Figures, ranks: Sequence[RankFigures], cluster: Cluster) -> Estimate:
+def _estimate_of(plan: Plan, estimate: RecipeEstimate, ranks: Sequence[RankCost], cluster: Cluster) -> Estimate:
     """Write the figures of a plan as an estimate; devices of one pipeline rank follow each other."""
     each = len(plan.devices) // len(ranks)
     rank_of = {device.name: ranks[at // each] for at, device in enumerate(plan.devices)}
@@ -65,28 +65,28 @@ def _estimate_of(plan: Plan, figures: Figures, ranks: Sequence[RankFigures], clu
             rows.append(DeviceEstimate(name=device.name, memory_bytes=device.memory_bytes))
     names = [device.name for device in plan.devices[::each]]
     classes = _classes(names, each, ranks)
-    training = isinstance(figures, StepEstimate)
+    training = isinstance(estimate, StepEstimate)
     tokens = (plan.workload.batch_size or 1) * (plan.workload.sequence_length or 1)
     return Estimate(
         devices=tuple(rows),
         transfers=(),
         objective=plan.objective,
-        latency_seconds=figures.seconds,
-        bottleneck_seconds=figures.seconds,
+        latency_seconds=estimate.seconds,
+        bottleneck_seconds=estimate.seconds,
         lower_bound_seconds=0.0,
         gap=0.0,
-        tokens_per_second=rate(tokens, plan.workload.new_tokens, figures),
-        prompt_seconds=0.0 if isinstance(figures, StepEstimate) else figures.prompt_seconds,
-        token_seconds=0.0 if isinstance(figures, StepEstimate) else figures.token_seconds,
-        exposed_seconds=figures.exposed_seconds if isinstance(figures, StepEstimate) else 0.0,
-        bubble=figures.bubble if isinstance(figures, StepEstimate) else 0.0,
+        tokens_per_second=rate(tokens, plan.workload.new_tokens, estimate),
+        prompt_seconds=0.0 if isinstance(estimate, StepEstimate) else estimate.prompt_seconds,
+        token_seconds=0.0 if isinstance(estimate, StepEstimate) else estimate.token_seconds,
+        exposed_seconds=estimate.exposed_seconds if isinstance(estimate, StepEstimate) else 0.0,
+        bubble=estimate.bubble if isinstance(estimate, StepEstimate) else 0.0,
         curve=max(classes, key=lambda one: one.peak_bytes).curve,
         ranks=classes,
-        token_parts={} if training or not plan.workload.new_tokens else dict(cast(GenerationEstimate, figures).parts),
+        token_parts={} if training or not plan.workload.new_tokens else dict(cast(GenerationEstimate, estimate).parts),
     )
 
 
-def _classes(names: Sequence[str], each: int, ranks: Sequence[RankFigures]) -> tuple[RankEstimate, ...]:
+def _classes(names: Sequence[str], each: int, ranks: Sequence[RankCost]) -> tuple[RankEstimate, ...]:
     """Pipeline ranks as they are shown; neighbours that differ in their stages alone are one class."""
     found: list[RankEstimate] = []
     for name, rank in zip(names, ranks, strict=True):
@@ -103,14 +103,14 @@ def _classes(names: Sequence[str], each: int, ranks: Sequence[RankFigures]) -> t
     return tuple(found)
 
 
-def rate(tokens: int, new_tokens: int, figures: Figures) -> float:
+def rate(tokens: int, new_tokens: int, estimate: RecipeEstimate) -> float:
     """Tokens per second of the whole machine: those trained on, those generated, else those of all prompts."""
-    if isinstance(figures, StepEstimate) or new_tokens:
-        return figures.tokens_per_second
-    return tokens / figures.seconds
+    if isinstance(estimate, StepEstimate) or new_tokens:
+        return estimate.tokens_per_second
+    return tokens / estimate.seconds
 
 
-def _device(name: str, memory_bytes: int, rank: RankFigures) -> DeviceEstimate:
+def _device(name: str, memory_bytes: int, rank: RankCost) -> DeviceEstimate:
     fields = dict.fromkeys((*KINDS.values(),), 0)
     fullest = max((held for _, held in rank.curve), key=lambda held: sum(held.values()))
     for kind, nbytes in fullest.items():

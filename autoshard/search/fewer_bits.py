@@ -1,4 +1,4 @@
-"""What fewer bits per weight would give, where a model computes on the CPU or is streamed since it has no room.
+"""What fewer bits per weight would give, where a model computes on the CPU or is offloaded since it has no room.
 
 The same devices are searched again with weights of 8 and of 4 bits, and what fits first is priced: a hint, not a plan.
 """
@@ -50,5 +50,5 @@ def with_hint(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
 
 def _lacks_room(plan: Plan, cluster: Cluster) -> bool:
     """Whether accelerators are there, and something is computed or kept elsewhere."""
-    elsewhere = {*plan.placements.values(), *plan.streamed.values()}.intersection(STORES)
+    elsewhere = {*plan.placements.values(), *plan.offloaded.values()}.intersection(STORES)
     return bool(elsewhere) and any(device.name.startswith("cuda") for device in cluster.devices)

@@ -28,8 +28,8 @@ def gathered_alone(graph: ModelGraph, layers: Sequence[str]) -> list[str]:
         if layer and not op.backward and not is_below(graph.calls[op.call].path, layer):
             foreign.add(layer)
     for names in graph.tied():  # one that is registered in two places belongs to both
-        homes = {layer_of.get(name, "") for name in names}
-        foreign |= homes if len(homes) > 1 else set()
+        layers_of_it = {layer_of.get(name, "") for name in names}
+        foreign |= layers_of_it if len(layers_of_it) > 1 else set()
     return [path for path in layers if path not in foreign]
 
 

@@ -126,4 +126,4 @@ def _fullness(chosen: Chosen, batch: int) -> float:
     best = search(replace(chosen.task, limits=replace(chosen.task.limits, samples=batch))).best
     if best is None:
         raise PlanError(f"no recipe fits with a batch of {batch}.")
-    return best.figures.used_bytes / max(1, chosen.estimate.fullest.memory_bytes)
+    return best.estimate.used_bytes / max(1, chosen.estimate.fullest.memory_bytes)

@@ -96,7 +96,7 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
                 f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
                 f"must multiply to {devices}.{near}"
             )
-    _among(mesh.get("tp", 1), limits.tensor, "tp", "the model's matrices can be cut over")
+    _check_degree(mesh.get("tp", 1), limits.tensor, "tp", "the model's matrices can be cut over")
     if mesh.get("pp", 1) > max(limits.layers, 1):
         raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
     if given.schedule == "zero-bubble" and mesh.get("pp", 1) > 1 and mesh.get("fsdp", 1) > 1:
@@ -112,7 +112,7 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
         if not limits.experts:
             raise PlanError("ep divides experts, and no experts were found in this model. Leave ep out.")
         degrees = tuple(n for n in range(1, limits.experts + 1) if limits.experts % n == 0)
-        _among(mesh["ep"], degrees, "ep", f"{limits.experts} experts can be divided over")
+        _check_degree(mesh["ep"], degrees, "ep", f"{limits.experts} experts can be divided over")
     replicas = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     if replicas > 1 and not limits.divisible:
         raise PlanError(f"dp and fsdp give each replica its own samples. {limits.why_not}")
@@ -127,7 +127,7 @@ def _fills(mesh: Mapping[str, int], size: int, devices: int) -> bool:
     return devices % (size // mesh.get("fsdp", 1)) == 0
 
 
-def _among(degree: int, allowed: tuple[int, ...], name: str, what: str) -> None:
+def _check_degree(degree: int, allowed: tuple[int, ...], name: str, what: str) -> None:
     if degree not in allowed:
         raise PlanError(f"{name}={degree} is not possible: {what} {', '.join(map(str, allowed))} ranks.")
 

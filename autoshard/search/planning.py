@@ -86,11 +86,11 @@ def _compared(plan: Plan, request: Request) -> Plan:
 
 def _saying_what_is_free(plan: Plan, request: Request) -> Plan:
     """The plan, and that a part of its cards is not used, where that was not told."""
-    told = limited_to(request.cluster, request.max_memory)
-    kept = [one for one in plan.devices if one.memory_bytes < told.device(one.name).memory_bytes]
+    limited_cluster = limited_to(request.cluster, request.max_memory)
+    kept = [one for one in plan.devices if one.memory_bytes < limited_cluster.device(one.name).memory_bytes]
     if not kept:
         return plan
-    whole = told.device(kept[0].name).memory_bytes
+    whole = limited_cluster.device(kept[0].name).memory_bytes
     words = (
         f"{RESERVED:.0%} of each card is kept free, as of {kept[0].name} of {format_bytes(whole)}; give max_memory "
         "to use it"
@@ -123,8 +123,8 @@ def largest_plan(
         model, inputs, profile = measured(dataclasses.replace(workload, **asked))
         plan = plan_measured(model, inputs, profile, cluster, **settings)
         limited = cluster.with_memory({device.name: device.memory_bytes for device in plan.devices})
-        figures = price(plan, profile, limited)
-        return plan, max(device.peak_bytes / max(device.memory_bytes, 1) for device in figures.devices)
+        estimate = price(plan, profile, limited)
+        return plan, max(device.peak_bytes / max(device.memory_bytes, 1) for device in estimate.devices)
 
     start = getattr(workload, vary) or 1
     found = largest(make, start=start, step=settings.get("num_microbatches") or 1, tried=tried)
@@ -295,7 +295,7 @@ def cut(request: Request, asked: bool = False) -> Plan:
     """
     from autoshard.axes.loss import spread_logits
     from autoshard.axes.tokens import divide_tokens
-    from autoshard.engine.streamed import compute_devices
+    from autoshard.engine.offloaded import compute_devices
     from autoshard.strategies.column_parallel import column_parallel
     from autoshard.strategies.written_cuts import as_written
 

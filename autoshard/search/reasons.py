@@ -85,17 +85,17 @@ def _counted(count: int, one: str, more: str = "") -> str:
 
 
 def _where_time_goes(task: SearchTask, best: Priced) -> Iterator[str]:
-    figures = best.figures
-    if isinstance(figures, StepEstimate):
-        waits = [f"{format_seconds(figures.exposed_seconds)} wait for communication"]
-        if figures.bubble:
-            waits.append(f"{figures.bubble:.0%} of the time a stage has nothing to do")
+    estimate = best.estimate
+    if isinstance(estimate, StepEstimate):
+        waits = [f"{format_seconds(estimate.exposed_seconds)} wait for communication"]
+        if estimate.bubble:
+            waits.append(f"{estimate.bubble:.0%} of the time a stage has nothing to do")
         if best.recipe.devices > 1:
-            yield f"of a step of {format_seconds(figures.seconds)}, {', and '.join(waits)}"
+            yield f"of a step of {format_seconds(estimate.seconds)}, {', and '.join(waits)}"
     elif task.new_tokens:
-        parts = sorted(figures.parts.items(), key=lambda item: -item[1])
+        parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts[:3] if seconds)
-        yield f"a token takes {format_seconds(figures.token_seconds)}: {most}"
+        yield f"a token takes {format_seconds(estimate.token_seconds)}: {most}"
         if task.stack == "compiled":
             yield "decoding is priced as compiled, with CUDA graphs; op by op, the host may set the pace (--eager)"
 
@@ -105,13 +105,13 @@ def _memory(task: SearchTask, best: Priced) -> Iterator[str]:
     shown = ", ".join(
         f"{name} {format_bytes(n)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])[:4] if n
     )
-    needed = format_bytes(best.figures.used_bytes)
+    needed = format_bytes(best.estimate.used_bytes)
     yield f"the fullest rank needs {needed} of {format_bytes(task.card.memory_bytes)}: {shown}"
 
 
 def kinds_of(one: Priced) -> Mapping[str, float]:
     """Bytes of the fullest rank at its peak, by kind."""
-    memory = one.figures.memory
+    memory = one.estimate.memory
     return memory if isinstance(memory, Mapping) else memory.kinds
 
 
@@ -183,7 +183,7 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
                 'Use fewer devices, or launch="one-process", whose stages may begin at any module.'
             )
         return f"{said}. Give a batch that the number of devices divides, or other degrees."
-    needed = closest.figures.used_bytes
+    needed = closest.estimate.used_bytes
     lacking = needed - task.card.memory_bytes
     kinds = sorted(kinds_of(closest).items(), key=lambda item: -item[1])
     most = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds[:3] if n)
@@ -197,11 +197,11 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
 
 def _of_the_loss(closest: Priced, lacking: float) -> str:
     """That without the logits it would fit, where that is so."""
-    figures = closest.figures
-    if not isinstance(figures, StepEstimate):
+    estimate = closest.estimate
+    if not isinstance(estimate, StepEstimate):
         return ""
-    loss = next((one for one in figures.memory.curve if one.name == "loss"), None)
-    if loss is None or loss.transient < lacking or figures.memory.allocated > loss.allocated:
+    loss = next((one for one in estimate.memory.curve if one.name == "loss"), None)
+    if loss is None or loss.transient < lacking or estimate.memory.allocated > loss.allocated:
         return ""
     return (
         f"{format_bytes(loss.transient)} are logits and their copies around the loss: with a loss that is computed in "
@@ -235,7 +235,7 @@ def remedy(task: SearchTask) -> str:
             again = _how(task, found.best.recipe, ",")
             return f"{words}{shown_mesh(found.best.recipe)}{again}, {format_seconds(found.best.seconds)}."
         if found.closest is not None and other.precision == task.precision:
-            if found.closest.figures.used_bytes > NO_LESS * least:
+            if found.closest.estimate.used_bytes > NO_LESS * least:
                 break  # more devices do not help
-            least = found.closest.figures.used_bytes
+            least = found.closest.estimate.used_bytes
     return "Use shorter sequences, a smaller batch, or larger devices."

@@ -87,7 +87,7 @@ def cells(
     near, far = _other_sizes(sizes)
     every: list[Workload | Cluster] = [*near, *_other_devices(plan, cluster), *far]
     for asked in every:
-        cost = run // 2 if isinstance(asked, Cluster) and not plan.streamed else run
+        cost = run // 2 if isinstance(asked, Cluster) and not plan.offloaded else run
         if left < cost:
             continue
         left -= cost

@@ -70,9 +70,9 @@ class Study:
     def played(self) -> PlayedPlan:
         """The step or answer as it is played."""
         setting, _ = setting_of(self.task, self.own.recipe)
-        if isinstance(self.own.figures, StepEstimate):
-            return play_step(setting, self.own.figures)
-        return play_answer(setting, self.own.figures, self.task.new_tokens)
+        if isinstance(self.own.estimate, StepEstimate):
+            return play_step(setting, self.own.estimate)
+        return play_answer(setting, self.own.estimate, self.task.new_tokens)
 
 
 def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -> Study:
@@ -106,13 +106,13 @@ def _rows(task: SearchTask, found: Searched, own: Priced) -> Iterator[Row]:
             how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
         yield Row(
             mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=_rate(task, one),
-            peak_bytes=int(one.figures.used_bytes), chosen=mine,
+            peak_bytes=int(one.estimate.used_bytes), chosen=mine,
             beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal)),
         )  # fmt: skip
 
 
 def _rate(task: SearchTask, one: Priced) -> float:
-    return rate(task.limits.samples * task.work.tokens, task.new_tokens, one.figures)
+    return rate(task.limits.samples * task.work.tokens, task.new_tokens, one.estimate)
 
 
 def _to_fit(task: SearchTask, own: Priced, estimate: Estimate) -> str:
@@ -184,7 +184,7 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
     return Cell(
         batch=batch, tokens=tokens, devices=devices, own=own, mesh="" if best is None else shown_mesh(best.recipe),
         seconds=0.0 if best is None else best.seconds, tokens_per_second=0.0 if best is None else _rate(task, best),
-        full=0.0 if best is None else best.figures.used_bytes / max(memory, 1),
+        full=0.0 if best is None else best.estimate.used_bytes / max(memory, 1),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@
 The cost model, exactly (`cost_of` computes it in plain steps; the search is tested against it):
 
 * A tensor is on the device of its producer. Unit -1 (the root's inputs) and unit n (where the root's outputs go) are
-  on the device of unit `home`. It is copied directly to every other device with a unit that consumes it, once per
+  on the device of unit `root_unit`. It is copied directly to every other device with a unit that consumes it, once per
   device. A copy from p to d takes `tensor_copies * (alpha[p, d] + tensor_bytes / beta[p, d])` seconds and keeps
   `tensor_bytes` on d. A tied weight is such a tensor, made by the first unit that holds it and copied 0 times.
 * Seconds of a device: its units' seconds on it, plus the seconds of the copies that come to it.
@@ -52,7 +52,7 @@ class Chain:
         ties: units (ascending) that hold one shared tensor. It is resident with the first of them.
         duplicate_ties: a second device may hold its own copy of a tied tensor (inference only).
         pins: unit -> index of the device it must be on.
-        home: the unit whose device has the root's inputs and receives its outputs.
+        root_unit: the unit whose device has the root's inputs and receives its outputs.
     """
 
     paths: tuple[tuple[str, ...], ...]
@@ -71,7 +71,7 @@ class Chain:
     ties: tuple[tuple[int, ...], ...] = ()
     duplicate_ties: bool = True
     pins: Mapping[int, int] = field(default_factory=dict)
-    home: int = 0
+    root_unit: int = 0
 
     @property
     def num_units(self) -> int:
@@ -83,9 +83,9 @@ class Chain:
 
     @property
     def ends(self) -> tuple[Array, Array]:
-        """[E] units that make and that consume the tensor of every edge, the root's at home."""
-        source = np.where(self.tensor_unit < 0, self.home, self.tensor_unit)[self.edge_tensor]
-        return source, np.where(self.edge_unit >= self.num_units, self.home, self.edge_unit)
+        """[E] units that make and that consume the tensor of every edge, the root's with the root unit."""
+        source = np.where(self.tensor_unit < 0, self.root_unit, self.tensor_unit)[self.edge_tensor]
+        return source, np.where(self.edge_unit >= self.num_units, self.root_unit, self.edge_unit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ def cost_of(chain: Chain, assignment: Sequence[int]) -> Cost:
     pairs = np.unique(chain.edge_tensor[apart] * chain.num_devices + place[user[apart]])  # once per tensor and device
     for tensor, target in zip(*divmod(pairs, chain.num_devices), strict=True):
         made_by = int(chain.tensor_unit[tensor])
-        origin = place[chain.home if made_by < 0 else made_by]
+        origin = place[chain.root_unit if made_by < 0 else made_by]
         nbytes = float(chain.tensor_bytes[tensor])
         once = float(chain.link_seconds[origin, target]) + nbytes / float(chain.link_bytes_per_second[origin, target])
         seconds[target] += float(chain.tensor_copies[tensor]) * once
@@ -155,7 +155,7 @@ def chain_from_profile(
         ties=tuple(group for group, _ in units.ties),
         duplicate_ties=not profile.workload.training,
         pins=dict(pins or {}),
-        home=units.home,
+        root_unit=units.root_unit,
     )
 
 
@@ -195,7 +195,7 @@ def join(chain: Chain, group: Array) -> Chain | None:
         edge_unit=np.where(inner, group[np.minimum(chain.edge_unit, chain.num_units - 1)], count),
         ties=tuple(tie for tie in ties if len(tie) > 1),
         pins=pins,
-        home=int(group[chain.home]),
+        root_unit=int(group[chain.root_unit]),
     )
 
 

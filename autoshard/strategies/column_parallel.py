@@ -174,7 +174,7 @@ def _seconds_alone(profile: Profile, device: Device) -> float:
 def _alone(task: CutTask) -> Choice | None:
     """The fastest device that holds the whole model; None if none does."""
     devices = {(one.speed, one.budget_bytes): one for one in reversed(task.cluster.devices)}.values()
-    found = [one for one in (task.priced((device,), ()) for device in devices) if one.figures.fits]
+    found = [one for one in (task.priced((device,), ()) for device in devices) if one.estimate.fits]
     return min(reversed(found), key=lambda one: one.value(task.objective), default=None)
 
 

@@ -116,12 +116,12 @@ def compare(
 
 
 def _priced(candidate: Candidate, plan: Plan, price: Pricer, objective: str) -> Alternative:
-    figures = price.answer(plan)
-    if not figures.fits:
-        worst = min(figures.devices, key=lambda device: device.free_bytes)
+    estimate = price.answer(plan)
+    if not estimate.fits:
+        worst = min(estimate.devices, key=lambda device: device.free_bytes)
         raise PlanError(f"{worst.name} would need {format_bytes(-worst.free_bytes)} more than it has.")
-    value = value_of(figures, objective, price.profile.workload.training)
-    return Alternative(name=candidate.name, plan=plan, estimate=figures, value=value, usable=candidate.usable)
+    value = value_of(estimate, objective, price.profile.workload.training)
+    return Alternative(name=candidate.name, plan=plan, estimate=estimate, value=value, usable=candidate.usable)
 
 
 def _best_of(rows: Sequence[Alternative]) -> int | None:
@@ -132,13 +132,13 @@ def _best_of(rows: Sequence[Alternative]) -> int | None:
     return min(same, key=lambda place: (devices_used(rows[place]), place), default=None)
 
 
-def value_of(figures: Estimate, objective: str, training: bool) -> float:
+def value_of(estimate: Estimate, objective: str, training: bool) -> float:
     """Return what an objective compares; see the module docstring."""
     if objective == "memory":
-        return max(device.peak_bytes / max(device.memory_bytes, 1) for device in figures.devices)
+        return max(device.peak_bytes / max(device.memory_bytes, 1) for device in estimate.devices)
     if objective == "throughput" and not training:
-        return figures.bottleneck_seconds
-    return figures.latency_seconds
+        return estimate.bottleneck_seconds
+    return estimate.latency_seconds
 
 
 def lowest(profile: Profile, cluster: Cluster, objective: str) -> float:

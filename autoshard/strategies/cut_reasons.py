@@ -31,7 +31,7 @@ def explain_cuts(
     )
     cost = f"{format_seconds(best.seconds)} per {_timed(best)} over {count} devices"
     if shared:
-        cost += f", of which {format_seconds(best.figures.collective_seconds)} in {shared} of a forward"
+        cost += f", of which {format_seconds(best.estimate.collective_seconds)} in {shared} of a forward"
     reasons = [f"{cost}; {_against_one(task, best, compared)}"]
     saved = task.profile.peak_bytes - max(best.peaks)
     fullest = max(zip(best.peaks, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
@@ -47,7 +47,7 @@ def explain_cuts(
 
 
 def _timed(choice: Choice) -> str:
-    return "answer" if choice.figures.prompt_seconds else "pass"
+    return "answer" if choice.estimate.prompt_seconds else "pass"
 
 
 def collectives(cuts: Iterable[Cut]) -> tuple[int, int]:
@@ -77,8 +77,8 @@ def _one_device(task: CutTask, best: Choice, cut: Choice | None) -> list[str]:
         why = f"; {next(iter(task.banned.values()))}" if task.banned else ""
         return [f"everything is on {name}: nothing in the model can be cut over the other devices{why}"]
     collective = (
-        f", {format_seconds(cut.figures.collective_seconds)} of them in collectives"
-        if cut.figures.collective_seconds
+        f", {format_seconds(cut.estimate.collective_seconds)} of them in collectives"
+        if cut.estimate.collective_seconds
         else ""
     )
     return [
@@ -120,7 +120,7 @@ def lacking_memory(closest: Choice, remedy: str) -> str:
     """Say which device lacks how much though all is cut that can be, and what may help."""
     pairs = list(zip(closest.peaks, closest.devices, strict=True))
     need, device = max(pairs, key=lambda pair: pair[0] - pair[1].budget_bytes)
-    row = next(row for row in closest.figures.devices if row.name == device.name)
+    row = next(row for row in closest.estimate.devices if row.name == device.name)
     parts = [(size, name) for name, size in row.parts.items() if size and name != "overhead"]
     named = ", ".join(f"{name} {format_bytes(size)}" for size, name in sorted(parts, reverse=True))
     lack = f", {format_bytes(closest.lacking_bytes)} too little" if closest.lacking_bytes > 0 else ""
@@ -137,9 +137,9 @@ def explain_whole(task: CutTask, found: AxisGroups, best: Choice) -> tuple[Whole
     cut = {name for group in best.groups for name in full_names(group)}
     storages = {tensor.storage for tensor in task.profile.graph.tensors if tensor.name in cut}
     owner = {path: region.paths for region in found.regions for path in region.paths}
-    blocked: dict[str, str] = {}
-    for row in found.blocked:
-        blocked.setdefault(row.name, row.reason)
+    unshardable: dict[str, str] = {}
+    for row in found.unshardable:
+        unshardable.setdefault(row.name, row.reason)
     offers: dict[str, list[AxisGroup]] = {}
     for group in task.groups:
         for name in full_names(group):
@@ -154,7 +154,7 @@ def explain_whole(task: CutTask, found: AxisGroups, best: Choice) -> tuple[Whole
         inside = relative(tensor.name, path)
         first = join(blocks[0], inside)
         reason = _why_whole(task, offers.get(tensor.name, []), against, degree)
-        reason = reason or blocked.get(first) or blocked.get(tensor.name) or _NOT_FOLLOWED[tensor.value in read]
+        reason = reason or unshardable.get(first) or unshardable.get(tensor.name) or _NOT_FOLLOWED[tensor.value in read]
         rows.setdefault((blocks, reason), {})[inside] = None
     return tuple(Whole(blocks=blocks, names=tuple(names), reason=reason) for (blocks, reason), names in rows.items())
 

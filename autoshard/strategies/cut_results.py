@@ -27,15 +27,19 @@ def find_results(found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Results, ...]:
             continue
         inner = call.path and call.path not in blocks
         for path, value in zip(call.output_paths, call.outputs, strict=True):
-            cut = [(group, dim) for group in groups for dim in group.walk.cut_dims(value, group.leaf)] if inner else []
+            cut = (
+                [(group, dim) for group in groups for dim in group.walk.cut_dims(value, group.factor)] if inner else []
+            )
             if not cut:
                 tensors[call.path].add(result_of(path, len(graph.values[value].shape)))
             elif value not in graph.outputs:  # which may be put together inside already
                 group, dim = cut[0]
-                axis = describe(group.walk.axes[value][dim], group.leaf)
+                axis = describe(group.walk.axes[value][dim], group.factor)
                 parts[call.path].add(Part(path=path, dim=dim, axis=axis, cut=number[group.blocks, group.shards]))
-    alike: dict[tuple[tuple[str, ...], tuple[Part, ...]], list[str]] = {}
+    isomorphic: dict[tuple[tuple[str, ...], tuple[Part, ...]], list[str]] = {}
     for path in sorted(paths):
         about = tuple(sorted(tensors[path])), tuple(sorted(parts[path], key=lambda part: part.path))
-        alike.setdefault(about, []).append(path)
-    return tuple(Results(modules=tuple(modules), tensors=whole, parts=cut) for (whole, cut), modules in alike.items())
+        isomorphic.setdefault(about, []).append(path)
+    return tuple(
+        Results(modules=tuple(modules), tensors=whole, parts=cut) for (whole, cut), modules in isomorphic.items()
+    )

@@ -24,17 +24,17 @@ class Choice:
 
     devices: tuple[Device, ...]
     groups: tuple[AxisGroup, ...]
-    figures: Estimate
+    estimate: Estimate
 
     @property
     def seconds(self) -> float:
         """Of a pass, or of a whole answer."""
-        return self.figures.latency_seconds
+        return self.estimate.latency_seconds
 
     @property
     def peaks(self) -> tuple[int, ...]:
         """Per rank, bytes of tensors at the peak."""
-        by_name = {row.name: row for row in self.figures.devices}
+        by_name = {row.name: row for row in self.estimate.devices}
         return tuple(by_name[one.name].peak_bytes - by_name[one.name].overhead_bytes for one in self.devices)
 
     @property
@@ -93,11 +93,11 @@ class CutTask:
     def priced(self, devices: tuple[Device, ...], groups: Sequence[AxisGroup]) -> Choice:
         """These groups cut over these devices, unchecked."""
         cuts = tuple(as_cut(group, even_shares(group.size, len(devices))) for group in groups)
-        return Choice(devices=devices, groups=tuple(groups), figures=self.price.answer(self.draft(devices, cuts)))
+        return Choice(devices=devices, groups=tuple(groups), estimate=self.price.answer(self.draft(devices, cuts)))
 
     def with_cuts(self, choice: Choice, cuts: tuple[Cut, ...]) -> Choice:
         """The choice priced with the cuts that were checked."""
-        return replace(choice, figures=self.price.answer(self.draft(choice.devices, cuts)))
+        return replace(choice, estimate=self.price.answer(self.draft(choice.devices, cuts)))
 
     def draft(self, devices: tuple[Device, ...], cuts: tuple[Cut, ...]) -> Plan:
         """The decisions as a plan."""

@@ -120,8 +120,8 @@ class ReplicaTask:
         return best
 
     def _priced(self, devices: tuple[Device, ...], rows: tuple[int, ...]) -> ReplicaSet:
-        figures = self.several if len(devices) > 1 else self.alone
-        return ReplicaSet(devices=devices, rows=rows, run=figures.run(self.cluster, devices, rows))
+        pricer = self.several if len(devices) > 1 else self.alone
+        return ReplicaSet(devices=devices, rows=rows, run=pricer.run(self.cluster, devices, rows))
 
     def _cost(self, one: ReplicaSet) -> tuple[float, float]:
         """What is lacking, then what is minimised."""

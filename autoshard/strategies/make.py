@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import cast
 
 from autoshard.cluster.cluster import Cluster, plan_device
-from autoshard.engine.streamed import compute_devices, streaming_bound
+from autoshard.engine.offloaded import compute_devices, streaming_bound
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.choices import Objective, check_choices
@@ -20,7 +20,7 @@ from autoshard.strategies.offload_words import (
     may_stream,
     not_on_disk,
     offload_refusal,
-    why_not_streamed,
+    why_not_offloaded,
 )
 from autoshard.strategies.paths import pins_of_units
 from autoshard.strategies.placing import Checked, place
@@ -64,22 +64,22 @@ def make_plan(
     found, cold = _placed(profile, limited, units, chain, strategy, goal)
     streams = may_stream(profile, every) and (found is None or _leaves_accelerators(found, limited, objective))
     if streams and (found is None or streaming_bound(profile, every, goal, computing) < _value(found, goal)):
-        streamed = offload(
+        offloaded = offload(
             profile, every, units, fixed,
             computing=computing, objective=goal, in_memory=in_memory,
         )  # fmt: skip
-        if found is None and not isinstance(streamed, Offloaded):
-            raise PlanError(offload_refusal(streamed, every, computing) + not_on_disk(in_memory, every))
-        if isinstance(streamed, Offloaded) and (found is None or streamed.value < _value(found, goal)):
-            reasons = explain_offload(profile, every, streamed, None if found is None else _value(found, goal))
-            return _plan(profile, every, strategy, objective, pins, streamed, reasons)
+        if found is None and not isinstance(offloaded, Offloaded):
+            raise PlanError(offload_refusal(offloaded, every, computing) + not_on_disk(in_memory, every))
+        if isinstance(offloaded, Offloaded) and (found is None or offloaded.value < _value(found, goal)):
+            reasons = explain_offload(profile, every, offloaded, None if found is None else _value(found, goal))
+            return _plan(profile, every, strategy, objective, pins, offloaded, reasons)
     if found is None:
 
         def works(larger: Cluster) -> bool:
             wider = chain_from_profile(profile, larger, pins=fixed, units=units)
             return place(profile, larger, units, wider, strategy, goal, any_will_do=True) is not None
 
-        raise PlanError(refusal(chain, limited, works if advise else None) + why_not_streamed(profile, every))
+        raise PlanError(refusal(chain, limited, works if advise else None) + why_not_offloaded(profile, every))
     reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
     return _plan(profile, every, strategy, objective, pins, found, reasons)
 
@@ -132,12 +132,12 @@ def _plan(
         workload=profile.workload,
         devices=tuple(plan_device(d) for d in cluster.devices),
         placements=dict(found.placements),
-        aligned=found.flow.aligned,
+        mixed_device=found.flow.mixed_device,
         written_back=found.flow.written_back,
         reasons=reasons,
         fingerprint=profile.graph.fingerprint,
         pins=dict(pins or {}),
-        streamed=dict(found.streamed) if isinstance(found, Offloaded) else {},
+        offloaded=dict(found.offloaded) if isinstance(found, Offloaded) else {},
     )
 
 

@@ -1,6 +1,6 @@
-"""Plans for models that are larger than the devices that compute: which modules stay, which are streamed, from where.
+"""Plans for models that are larger than the devices that compute: which modules stay, which are offloaded, from where.
 
-1. Divide the model into modules that may be streamed (`streamable`), from whole blocks to ever smaller parts.
+1. Divide the model into modules that may be offloaded (`offloadable`), from whole blocks to ever smaller parts.
 2. Give every device that computes its share: in T seconds it reads its memory + T * bandwidth of its link, the CPU what
    it computes; T is what the whole model takes. In turns, so that all links work at a time, and in contiguous parts.
 3. Choose per device which modules stay, and where the others are kept (`offload_choice`).
@@ -17,17 +17,17 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.module_paths import is_below
 from autoshard.engine.estimate import Estimate
-from autoshard.engine.pricer import price
-from autoshard.engine.streamed import (
+from autoshard.engine.offloaded import (
     SLOTS,
     STORES,
     fetch_rate,
     fetch_seconds,
-    held_bytes,
+    live_bytes,
     staging_bytes,
     streaming_bound,
     without_storages,
 )
+from autoshard.engine.pricer import price
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
 from autoshard.plan.choices import Objective
@@ -36,11 +36,11 @@ from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units
 from autoshard.strategies.chain import chain_from_profile, join
 from autoshard.strategies.cold import hops
-from autoshard.strategies.offload_choice import CPU, RESIDENT, Movable, Offload, choose, streamed
+from autoshard.strategies.offload_choice import CPU, RESIDENT, Movable, Offload, choose, offloaded
+from autoshard.strategies.offloadable import Offloadable, divisions
 from autoshard.strategies.partition import Room, balanced, most_even
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.stage_costs import StageCosts
-from autoshard.strategies.streamable import Streamable, divisions
 
 INF = float("inf")
 _PATIENCE = 2
@@ -53,10 +53,10 @@ _TRIES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offloaded:
-    """A plan with streamed modules and its exact consequences."""
+    """A plan with offloaded modules and its exact consequences."""
 
     placements: Mapping[str, str]
-    streamed: Mapping[str, str]
+    offloaded: Mapping[str, str]
     flow: Flow
     estimate: Estimate
     value: float
@@ -76,7 +76,7 @@ def offload(
     profile: Profile, cluster: Cluster, units: Units, pins: Mapping[int, int], *,
     computing: Sequence[str], objective: Objective, in_memory: Collection[str] = (),
 ) -> "Offloaded | Lack | None":  # fmt: skip
-    """Find the best plan with streamed modules, or say what lacks least; None if no module may be streamed.
+    """Find the best plan with offloaded modules, or say what lacks least; None if no module may be offloaded.
 
     `computing`: names of devices that compute. `in_memory`: tensors that can't be kept on disk.
     """
@@ -123,7 +123,7 @@ class _OffloadTask:
 
     # ---- who computes what
 
-    def assignments(self, division: Sequence[Streamable]) -> Iterator[tuple[int, ...]]:
+    def assignments(self, division: Sequence[Offloadable]) -> Iterator[tuple[int, ...]]:
         """Yield device indices per unit, modules of the division whole on one device."""
         chain = self.chain
         if chain.num_devices == 1:
@@ -177,9 +177,9 @@ class _OffloadTask:
             return 0.0
         return fetch_rate(self.cluster, device)
 
-    # ---- what stays and what is streamed
+    # ---- what stays and what is offloaded
 
-    def plan(self, division: Sequence[Streamable], assignment: tuple[int, ...]) -> "Offloaded | Lack":
+    def plan(self, division: Sequence[Offloadable], assignment: tuple[int, ...]) -> "Offloaded | Lack":
         """Choose what stays of a division, and check it; with less room where a device comes out too full."""
         graph = self.graph
         device_of = {name: self.computing[assignment[unit]] for name, unit in self.of_tensor.items()}
@@ -187,8 +187,8 @@ class _OffloadTask:
         under: dict[str, set[str]] = {}
         for name, device in device_of.items():
             under.setdefault(_top_of(name, tops), set()).add(device)
-        homes = {path: next(iter(devices)) for path, devices in under.items() if len(devices) == 1}
-        whole = [m for m in division if m.path in homes and self._rate(homes[m.path]) > 0]
+        one_device = {path: next(iter(devices)) for path, devices in under.items() if len(devices) == 1}
+        whole = [m for m in division if m.path in one_device and self._rate(one_device[m.path]) > 0]
         if "cpu" not in self.stores:
             whole = [m for m in whole if not self.not_on_disk.intersection(m.storages)]
         if assignment not in self._flows:
@@ -197,7 +197,7 @@ class _OffloadTask:
         copied = {graph.values[copy.value].storage for copy in moves.copies}
         whole = [module for module in whole if not copied.intersection(module.storages)]
         whole.sort(key=lambda module: module.calls[0][0] if module.calls else len(graph.ops))
-        task = self._pose(whole, homes, moves)
+        task = self._pose(whole, one_device, moves)
         if isinstance(task, Lack):
             return task
         found: Offloaded | Lack | None = None
@@ -214,8 +214,8 @@ class _OffloadTask:
         assert found is not None
         return found
 
-    def _pose(self, whole: Sequence[Streamable], homes: Mapping[str, str], moves: Flow) -> "Offload | Lack":
-        """The choice as arrays: room is what is left of a device beside all that can't be streamed."""
+    def _pose(self, whole: Sequence[Offloadable], device_of: Mapping[str, str], moves: Flow) -> "Offload | Lack":
+        """The choice as arrays: room is what is left of a device beside all that can't be offloaded."""
         graph, cluster = self.graph, self.cluster
         bare = without_storages(moves, (storage for module in whole for storage in module.storages))
         room = {}
@@ -224,22 +224,24 @@ class _OffloadTask:
             fixed = bare.peak(name, device.block_bytes)[0]
             room[name] = device.budget_bytes - fixed
             if room[name] < 0:
-                here = [m for m in whole if homes[m.path] == name]
-                slots = sum(sorted(held_bytes(m.storages, graph, device.block_bytes) for m in here)[-SLOTS:])
+                here = [m for m in whole if device_of[m.path] == name]
+                slots = sum(sorted(live_bytes(m.storages, graph, device.block_bytes) for m in here)[-SLOTS:])
                 what = "what must be there, with two modules at a time,"
                 return Lack(where=name, what=what, need_bytes=fixed + slots, has_bytes=device.budget_bytes)
         halves = prompt_and_token(self.profile)
-        pace = self.profile if halves is None else halves[1 if self.profile.further else 0]  # what is done most often
+        usual_step = (
+            self.profile if halves is None else halves[1 if self.profile.further else 0]
+        )  # what is done most often
 
-        def movable(module: Streamable) -> Movable:
-            home, storages = homes[module.path], module.storages
-            seconds = {store: fetch_seconds(storages, graph, cluster, store, home) for store in self.stores}
+        def movable(module: Offloadable) -> Movable:
+            device, storages = device_of[module.path], module.storages
+            seconds = {store: fetch_seconds(storages, graph, cluster, store, device) for store in self.stores}
             if self.not_on_disk.intersection(storages):
                 seconds.pop("disk", None)
             return Movable(
-                device=moves.devices.index(home),
-                calls=sum(begin not in pace.graph.uncounted for begin, _ in module.calls),
-                nbytes=held_bytes(storages, graph, cluster.device(home).block_bytes),
+                device=moves.devices.index(device),
+                calls=sum(begin not in usual_step.graph.uncounted for begin, _ in module.calls),
+                nbytes=live_bytes(storages, graph, cluster.device(device).block_bytes),
                 stored_bytes=module.nbytes,
                 cpu_seconds=seconds.get("cpu", INF),
                 disk_seconds=seconds.get("disk", INF),
@@ -247,7 +249,7 @@ class _OffloadTask:
 
         cpu = room.get("cpu", self.stores.get("cpu", 0)) if "cpu" in self.stores else 0
         if "disk" in self.stores:
-            cpu -= staging_bytes({homes[module.path] for module in whole})
+            cpu -= staging_bytes({device_of[module.path] for module in whole})
         return Offload(
             modules=tuple(map(movable, whole)),
             room_bytes=tuple(room[name] for name in moves.devices),
@@ -256,26 +258,26 @@ class _OffloadTask:
         )
 
     def _checked(
-        self, whole: Sequence[Streamable], places: Sequence[int], device_of: Mapping[str, str], moves: Flow
+        self, whole: Sequence[Offloadable], places: Sequence[int], device_of: Mapping[str, str], moves: Flow
     ) -> "Offloaded | Lack":
-        """The plan of a choice with its exact estimate; the copies do not depend on what is streamed."""
+        """The plan of a choice with its exact estimate; the copies do not depend on what is offloaded."""
         chosen = ((module, place) for module, place in zip(whole, places, strict=True) if place != RESIDENT)
         away = {module.path: "cpu" if place == CPU else "disk" for module, place in chosen}
         placements = placed(device_of, set(away), self.graph)
         draft = Plan(
             strategy="draft", objective=self.objective, workload=self.profile.workload, devices=(),
-            placements=placements, streamed=away,
+            placements=placements, offloaded=away,
         )  # fmt: skip
-        figures = price(draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=self.bound)
-        for device in figures.devices:
+        estimate = price(draft, self.profile, self.cluster, flow_of_plan=moves, lower_bound_seconds=self.bound)
+        for device in estimate.devices:
             if device.free_bytes < 0:
                 needs = {"need_bytes": device.peak_bytes, "has_bytes": device.memory_bytes}
                 return Lack(where=device.name, what="a pass", **needs)
-        value = figures.bottleneck_seconds if self.objective == "throughput" else figures.latency_seconds
-        return Offloaded(placements=placements, streamed=away, flow=moves, estimate=figures, value=value)
+        value = estimate.bottleneck_seconds if self.objective == "throughput" else estimate.latency_seconds
+        return Offloaded(placements=placements, offloaded=away, flow=moves, estimate=estimate, value=value)
 
 
-def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) -> Lack:
+def _lack(task: Offload, whole: Sequence[Offloadable], devices: Sequence[str]) -> Lack:
     """Which room is too small: that of two slots on a device, or that of the stores."""
     for number, room in enumerate(task.room_bytes):
         mine = [(one.nbytes, module.path) for one, module in zip(task.modules, whole, strict=True)
@@ -285,7 +287,7 @@ def _lack(task: Offload, whole: Sequence[Streamable], devices: Sequence[str]) ->
         if need > room:
             what = f"one module after the other, with room for two, {' and '.join(path for _, path in slots)},"
             return Lack(where=devices[number], what=what, need_bytes=need, has_bytes=room)
-    away = [task.modules[number] for number in streamed(task) or range(len(whole))]
+    away = [task.modules[number] for number in offloaded(task) or range(len(whole))]
     stored, has = sum(one.stored_bytes for one in away), task.cpu_bytes + task.disk_bytes
     if stored <= has:  # in all: what can't be kept on disk has to be on the CPU
         stored, has = sum(one.stored_bytes for one in away if one.disk_seconds == INF), task.cpu_bytes
@@ -308,11 +310,11 @@ def _in_turns(owner: Sequence[str], nbytes: Mapping[str, int], share: np.ndarray
     return tuple(assignment)
 
 
-def placed(device_of: Mapping[str, str], streamed: set[str], graph: ModelGraph) -> dict[str, str]:
-    """Turn tensor name -> device into the fewest entries in which every streamed module has one of its own."""
+def placed(device_of: Mapping[str, str], offloaded: set[str], graph: ModelGraph) -> dict[str, str]:
+    """Turn tensor name -> device into the fewest entries in which every offloaded module has one of its own."""
     marked = {}
     for name, device in device_of.items():
-        top = _top_of(name, streamed)
+        top = _top_of(name, offloaded)
         marked[name] = f"{device}\0{top}" if top else device
     placements = {}
     for path, marked_device in collapse(marked, graph).items():

@@ -1,27 +1,27 @@
 """Which modules stay on their device, and where the others are kept: on the CPU or on disk.
 
-As few modules are streamed as the room of each device asks for, found by bisection. What is streamed comes evenly:
+As few modules are offloaded as the room of each device asks for, found by bisection. What is offloaded comes evenly:
 
-    resident, streamed       r r r r s s s s      link idle, then every call waits
+    resident, offloaded       r r r r s s s s      link idle, then every call waits
     evenly                   r s r s r s r s      each fetch has two calls to hide behind
 
-Large modules need large slots: every size is tried as the largest that is streamed.
+Large modules need large slots: every size is tried as the largest that is offloaded.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
 
-from autoshard.engine.streamed import SLOTS
+from autoshard.engine.offloaded import SLOTS
 
 RESIDENT, CPU, DISK = 0, 1, 2
 _MOST_SIZES = 12
-"""Sizes of modules of one device that are tried as the largest that is streamed."""
+"""Sizes of modules of one device that are tried as the largest that is offloaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Movable:
-    """A module that may be streamed.
+    """A module that may be offloaded.
 
     Attributes:
         device: the number of the one that it computes on; calls: how many a pass has.
@@ -39,11 +39,11 @@ class Movable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """The modules that may be streamed, in order of their first calls, and the room there is.
+    """The modules that may be offloaded, in order of their first calls, and the room there is.
 
     Attributes:
-        room_bytes: per device, for residents and its two largest streamed modules.
-        cpu_bytes, disk_bytes: room for streamed modules.
+        room_bytes: per device, for residents and its two largest offloaded modules.
+        cpu_bytes, disk_bytes: room for offloaded modules.
     """
 
     modules: tuple[Movable, ...]
@@ -54,7 +54,7 @@ class Offload:
 
 def choose(task: Offload) -> tuple[int, ...] | None:
     """Return a place per module for a short pass; None if there is no room."""
-    away = streamed(task)
+    away = offloaded(task)
     if away is None:
         return None
     places = [RESIDENT] * len(task.modules)
@@ -65,7 +65,7 @@ def choose(task: Offload) -> tuple[int, ...] | None:
     return tuple(places) if has_room(task, places) else None
 
 
-def streamed(task: Offload) -> list[int] | None:
+def offloaded(task: Offload) -> list[int] | None:
     """Return the numbers of the modules that do not stay; None where two slots have no room."""
     found: list[int] = []
     for device, room in enumerate(task.room_bytes):

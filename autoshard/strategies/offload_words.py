@@ -1,10 +1,10 @@
-"""Sentences about streamed modules: why these, what bounds the pass, and what would help where nothing fits."""
+"""Sentences about offloaded modules: why these, what bounds the pass, and what would help where nothing fits."""
 
 from collections.abc import Collection, Sequence
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.engine.streamed import STORES
+from autoshard.engine.offloaded import STORES
 from autoshard.profile.profile import Profile
 from autoshard.strategies.offload import Lack, Offloaded
 
@@ -14,7 +14,7 @@ def may_stream(profile: Profile, cluster: Cluster) -> bool:
     return not profile.workload.training and any(name in STORES for name in cluster.names) and len(cluster.names) > 1
 
 
-def why_not_streamed(profile: Profile, cluster: Cluster) -> str:
+def why_not_offloaded(profile: Profile, cluster: Cluster) -> str:
     """Say, after a refusal, why "cpu" or "disk" did not take what has no room; "" if there is nothing to say."""
     if not profile.workload.training or "disk" not in cluster.names:
         return ""
@@ -27,9 +27,9 @@ def why_not_streamed(profile: Profile, cluster: Cluster) -> str:
 def explain_offload(
     profile: Profile, cluster: Cluster, found: Offloaded, resident_seconds: float | None
 ) -> tuple[str, ...]:
-    """Say why modules are streamed, where the others are, what bounds the pass, and how far from the best it is."""
-    figures = found.estimate
-    streaming = figures.streaming
+    """Say why modules are offloaded, where the others are, what bounds the pass, and how far from the best it is."""
+    estimate = found.estimate
+    streaming = estimate.streaming
     assert streaming is not None
     using = sorted(set(found.placements.values()), key=cluster.names.index)
     room = sum(cluster.device(name).budget_bytes for name in using)
@@ -39,29 +39,29 @@ def explain_offload(
         some = " and ".join(using)
         reasons.append(
             f"the parameters take {format_bytes(weights)} and {some} {'have' if len(using) > 1 else 'has'} "
-            f"{format_bytes(room)}, so {len(found.streamed)} modules are kept elsewhere and brought for each call, "
+            f"{format_bytes(room)}, so {len(found.offloaded)} modules are kept elsewhere and brought for each call, "
             "the next ones while one computes"
         )
     else:
         reasons.append(
-            f"bringing {len(found.streamed)} modules for each call is faster than computing them on cpu: "
+            f"bringing {len(found.offloaded)} modules for each call is faster than computing them on cpu: "
             f"{format_seconds(found.value)} instead of {format_seconds(resident_seconds)}"
         )
     for link in streaming.links:
         reasons.append(
             f"{link.modules} modules come from {link.source} to {link.destination}: {format_bytes(link.nbytes)} and "
-            f"{format_seconds(link.seconds)} per {'token' if figures.token_seconds else 'pass'}"
+            f"{format_seconds(link.seconds)} per {'token' if estimate.token_seconds else 'pass'}"
         )
     own = next(
-        (d.parameter_bytes for d in figures.devices if d.name == "cpu" and d.parameter_bytes and len(using) > 1), 0
+        (d.parameter_bytes for d in estimate.devices if d.name == "cpu" and d.parameter_bytes and len(using) > 1), 0
     )
     if own:
         reasons.append(f"cpu computes with {format_bytes(own)} itself: for these that is faster than to bring them")
     if len([link for link in streaming.links if link.source == "disk"]) > 1:
         reasons.append("all devices share the disk, which serves them in the order in which they ask")
-    slots = [(d.name, d.slot_bytes) for d in figures.devices if d.slot_bytes]
+    slots = [(d.name, d.slot_bytes) for d in estimate.devices if d.slot_bytes]
     reasons += [f"two of them at a time take {format_bytes(nbytes)} of {name}" for name, nbytes in slots]
-    seconds = figures.token_seconds or figures.latency_seconds
+    seconds = estimate.token_seconds or estimate.latency_seconds
     stalled = streaming.stall_seconds / seconds if seconds else 0.0
     if stalled > 5e-3:
         reasons.append(

@@ -208,16 +208,16 @@ def _search(
 ) -> Solution | None:
     """Find the best stages. `spare`: a device that is to hold as little as possible, whatever that costs."""
     total = float(costs.chain.seconds.sum(axis=1).min())
-    figures = _Figures(costs, room, network)
+    costs_of = _DeviceCosts(costs, room, network)
     limit = np.inf
 
     def worst(device: int) -> tuple[Array, float]:
-        seconds, load, idle = figures.of(device)
+        seconds, load, idle = costs_of.of(device)
         at = 1 if objective == "memory" else 0
         return np.where(load < np.inf, (seconds, load)[at], np.inf), idle[at]
 
     def summed(device: int) -> tuple[Array, float]:
-        seconds, load, idle = figures.of(device)
+        seconds, load, idle = costs_of.of(device)
         weight = 1e3 * total + 1.0 if device == spare else 0.0
         fits, fine = load < np.inf, max(idle) < np.inf
         if objective != "latency":
@@ -228,11 +228,11 @@ def _search(
         return np.where(fits, dearer, np.inf), idle[0] + weight * idle[1] if fine else np.inf
 
     if objective != "latency":
-        found = _sweep(costs.size, network, figures.kept(worst), np.maximum)
+        found = _sweep(costs.size, network, costs_of.kept(worst), np.maximum)
         if found is None:
             return None
         limit = found[0] * _SAME
-    found = _sweep(costs.size, network, figures.kept(summed), np.add)
+    found = _sweep(costs.size, network, costs_of.kept(summed), np.add)
     return None if found is None else _solution(costs, found[1], objective, room)
 
 
@@ -240,7 +240,7 @@ Priced = Callable[[int], tuple[Array, float]]
 """Device -> cost of every stage there, and of none."""
 
 
-class _Figures:
+class _DeviceCosts:
     """Seconds and load of stages with given capacities; devices of a kind share them."""
 
     def __init__(self, costs: StageCosts, room: Room, network: SearchNodes) -> None:

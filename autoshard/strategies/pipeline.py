@@ -119,10 +119,10 @@ def pipeline(
     best, closest = _best(searched, partial(_write, profile, batch, objective), price, goal, len(profile.graph.ops))
     if best is None:
         raise PlanError(_refusal(closest, devices))
-    plan, figures = best
-    plan = replace(plan, reasons=tuple(_reasons(profile, plan, figures, devices)))
+    plan, estimate = best
+    plan = replace(plan, reasons=tuple(_reasons(profile, plan, estimate, devices)))
     moves = flow(profile.graph, {path: str(i) for i, stage in enumerate(plan.stages) for path in stage.paths})
-    return replace(plan, aligned=moves.aligned, written_back=moves.written_back)
+    return replace(plan, mixed_device=moves.mixed_device, written_back=moves.written_back)
 
 
 # ---- the search
@@ -147,13 +147,13 @@ def _device_sets(profile: Profile, devices: Sequence[Device], units: int) -> lis
     return list(found.values())
 
 
-def _parts(size: int, positions: int) -> list[int]:
+def _parts(size: int, pp_ranks: int) -> list[int]:
     """Numbers of micro-batches, up to where there is nothing to win.
 
     Those that divide the batch, and those that the positions divide: the last ones may be smaller.
     """
-    found = {m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * positions}
-    return sorted(found | {m for m in (positions, 2 * positions, 4 * positions) if m <= size})[-8:]
+    found = {m for m in range(1, size + 1) if size % m == 0 and m <= _MOST_PARTS * pp_ranks}
+    return sorted(found | {m for m in (pp_ranks, 2 * pp_ranks, 4 * pp_ranks) if m <= size})[-8:]
 
 
 def _stages(
@@ -264,22 +264,22 @@ def _best(
                 break
             plan = write(one)
             try:
-                figures = price(plan)
+                estimate = price(plan)
             except PlanError:  # stages that can't be cut there
                 continue
-            exact = value_of(figures, goal, plan.workload.training)
-            if not figures.fits:
+            exact = value_of(estimate, goal, plan.workload.training)
+            if not estimate.fits:
                 too_full = True
-                closest = figures if closest is None or _lacking(figures) < _lacking(closest) else closest
+                closest = estimate if closest is None or _lacking(estimate) < _lacking(closest) else closest
             elif best is None or exact < best[0] / _AS_GOOD or (
                 exact <= best[0] * _AS_GOOD and one.simplicity < best[1].simplicity
             ):  # fmt: skip
-                best = exact, one, plan, figures
+                best = exact, one, plan, estimate
     return None if best is None else best[2:], closest
 
 
-def _lacking(figures: Estimate) -> int:
-    return max(-device.free_bytes for device in figures.devices)
+def _lacking(estimate: Estimate) -> int:
+    return max(-device.free_bytes for device in estimate.devices)
 
 
 # ---- the plan
@@ -324,14 +324,14 @@ def opened(path: str, graph: ModelGraph) -> list[str]:
 # ---- words
 
 
-def _reasons(profile: Profile, plan: Plan, figures: Estimate, devices: Sequence[Device]) -> Iterator[str]:
+def _reasons(profile: Profile, plan: Plan, estimate: Estimate, devices: Sequence[Device]) -> Iterator[str]:
     """Say how a pipeline runs, what is recomputed, which device is fullest, and which are not used."""
-    run, batch = figures.pipelining, plan.batch
+    run, batch = estimate.pipelining, plan.batch
     assert batch is not None
     names = {device.name for device in plan.devices}
     if run is None:  # an answer: it is priced in one piece
         yield f"{len(plan.stages)} stages on {len(names)} devices in turns: generate() does not divide a batch"
-        yield _fullest(figures)
+        yield _fullest(estimate)
         return
     yield (
         f"{len(plan.stages)} stages on {len(names)} devices, the batch of {batch.size} in {plan.num_microbatches} "
@@ -345,25 +345,25 @@ def _reasons(profile: Profile, plan: Plan, figures: Estimate, devices: Sequence[
             f"instead of keeping them: else the activations of {max(s.in_flight for s in run.stages)} micro-batches "
             "don't fit"
         )
-    yield _fullest(figures)
+    yield _fullest(estimate)
     unused = [device.name for device in devices if device.name not in names]
     if unused:
         yield f"{', '.join(unused)} not used: more stages would wait for each other longer"
     alone = min(float(op_seconds(profile, device).sum()) for device in devices)
     fits = profile.peak_bytes <= max(device.budget_bytes for device in devices)
-    if plan.objective != "memory" and fits and alone < figures.latency_seconds:
+    if plan.objective != "memory" and fits and alone < estimate.latency_seconds:
         yield (
-            f"one device alone would be faster ({alone / figures.latency_seconds:.0%} of the time): a pipeline was "
+            f"one device alone would be faster ({alone / estimate.latency_seconds:.0%} of the time): a pipeline was "
             "asked for"
         )
 
 
-def _refusal(figures: Estimate | None, devices: Sequence[Device]) -> str:
+def _refusal(estimate: Estimate | None, devices: Sequence[Device]) -> str:
     """Say what is lacking, and what may help."""
     there = sum(device.budget_bytes for device in devices)
     short = f"no stages were found that go into the {format_bytes(there)} of {len(devices)} devices"
-    if figures is not None:
-        lacking = [f"{one.name} {format_bytes(-one.free_bytes)}" for one in figures.devices if one.free_bytes < 0]
+    if estimate is not None:
+        lacking = [f"{one.name} {format_bytes(-one.free_bytes)}" for one in estimate.devices if one.free_bytes < 0]
         short = f"in the closest one there is too little on {', '.join(lacking)}"
     return f'no pipeline fits: {short}. Use more micro-batches, more devices, a smaller batch, or strategy="balanced".'
 
@@ -390,6 +390,6 @@ def _check(
         )
 
 
-def _fullest(figures: Estimate) -> str:
-    full = figures.fullest
+def _fullest(estimate: Estimate) -> str:
+    full = estimate.fullest
     return f"{full.name} is fullest: {format_bytes(full.peak_bytes)} of {format_bytes(full.memory_bytes)}"

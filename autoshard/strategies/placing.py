@@ -242,5 +242,5 @@ def check(profile: Profile, cluster: Cluster, units: Units, solution: Solution, 
     placements = collapse(device_of, profile.graph) or {"": names[solution.assignment[0]]}
     moves = flow(profile.graph, placements)
     draft = Plan(strategy="draft", objective=objective, workload=profile.workload, devices=(), placements=placements)
-    figures = price(draft, profile, cluster, flow_of_plan=moves, lower_bound_seconds=0.0)
-    return Checked(solution=solution, placements=placements, flow=moves, estimate=figures)
+    estimate = price(draft, profile, cluster, flow_of_plan=moves, lower_bound_seconds=0.0)
+    return Checked(solution=solution, placements=placements, flow=moves, estimate=estimate)

@@ -15,7 +15,7 @@ _BEST = {
 
 
 def explain(
-    strategy: str, objective: Objective, chain: Chain, solution: Solution, figures: Estimate
+    strategy: str, objective: Objective, chain: Chain, solution: Solution, estimate: Estimate
 ) -> tuple[str, ...]:  # fmt: skip
     """Say why this many devices, which is the fullest, what became of tied weights, and what it is the best of."""
     if strategy == "sequential":
@@ -24,7 +24,7 @@ def explain(
         last = f"{chain.devices[0]} holds as little as the other devices allow"
     else:
         last = f"of the contiguous plans that were compared it has {_BEST[objective]}"
-    return (_how_many(strategy, objective, chain, solution), *_fullest(figures), *_ties(chain, solution), last)
+    return (_how_many(strategy, objective, chain, solution), *_fullest(estimate), *_ties(chain, solution), last)
 
 
 def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solution) -> str:
@@ -49,8 +49,8 @@ def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solut
     return f"{len(names)} devices: with activations and pins, nothing on fewer that was compared fits and is faster"
 
 
-def _fullest(figures: Estimate) -> list[str]:
-    used = [device for device in figures.devices if device.peak_bytes > device.overhead_bytes]
+def _fullest(estimate: Estimate) -> list[str]:
+    used = [device for device in estimate.devices if device.peak_bytes > device.overhead_bytes]
     if not used:
         return []
     full = max(used, key=lambda device: device.peak_bytes / device.memory_bytes)

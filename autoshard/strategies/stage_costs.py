@@ -6,7 +6,7 @@ tensor made at p and next used at v must be copied to every stage that starts in
     units     p . . . . v . . .            gap (p, v) = the rectangle  p < i <= v < j  in the plane of (i, j)
     stage         [ i . . . j )
 
-and the mirror image for a consumer before the producer (a loop, or the outputs that go home). A sum of rectangles is a
+and the mirror image for a consumer before the producer (a loop, or the outputs that go back). A sum of rectangles is a
 difference array and two cumulative sums, so the tables cost O(E + m^2), and all counts and bytes in them are exact.
 What a copy takes depends on where it comes from: it is priced as if all came over the fastest link.
 """
@@ -54,7 +54,7 @@ class StageCosts:
     def _edges(self) -> tuple[Array, Array, Array, Array, Array]:
         """Makers and consumers as positions or pinned devices, sorted by tensor and position of the consumer."""
         chain = self.chain
-        source = np.where(chain.tensor_unit < 0, chain.home, chain.tensor_unit)
+        source = np.where(chain.tensor_unit < 0, chain.root_unit, chain.tensor_unit)
         made, used = chain.ends
         keep = made != used
         pairs = np.unique(chain.edge_tensor[keep].astype(np.int64) * chain.num_units + used[keep])
@@ -147,22 +147,22 @@ class StageCosts:
         bandwidth = chain.link_bytes_per_second[others, device].max(initial=0.0)
         return (float(latency), float(bandwidth)) if others.any() else (0.0, 1.0)
 
-    def kinds(self, *figures: Array) -> list[list[int]]:
+    def kinds(self, *costs: Array) -> list[list[int]]:
         """Devices that can be swapped: of one speed, on the same links, with equal figures, without pins."""
         found: list[list[int]] = []
         for device in range(self.chain.num_devices):
             for kind in found:
-                if self._swappable(kind[0], device, figures):
+                if self._swappable(kind[0], device, costs):
                     kind.append(device)
                     break
             else:
                 found.append([device])
         return found
 
-    def _swappable(self, a: int, b: int, figures: Sequence[Array]) -> bool:
+    def _swappable(self, a: int, b: int, costs: Sequence[Array]) -> bool:
         if a in self.pinned or b in self.pinned or self._rows[a] != self._rows[b]:
             return False
-        if any(row[a] != row[b] for row in figures):
+        if any(row[a] != row[b] for row in costs):
             return False
         others = np.ones(self.chain.num_devices, bool)
         others[[a, b]] = False

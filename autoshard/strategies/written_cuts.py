@@ -57,7 +57,7 @@ def _is_wanted(group: AxisGroup, wanted: Mapping[str, int], shapes: Mapping[str,
 
 def _refusal(missing: list[str], wanted: Mapping[str, int], found: AxisGroups, plan: Plan) -> str:
     name = missing[0]
-    why = next((f": {row.reason}" for row in found.blocked if row.name == name and row.dim == wanted[name]), "")
+    why = next((f": {row.reason}" for row in found.unshardable if row.name == name and row.dim == wanted[name]), "")
     if not why:
         kept = {join(block, one): row.reason for row in plan.whole for block in row.blocks for one in row.names}
         why = f": {kept[name]}" if name in kept else ""

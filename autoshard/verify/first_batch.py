@@ -43,10 +43,10 @@ def refuse_unless_checkable(model: nn.Module, plan: Plan) -> None:
         )
     if not (is_divided(plan) or plan.cuts):
         return
-    if plan.streamed:
+    if plan.offloaded:
         raise ApplyError(
             "check_first_batch=True needs the whole model beside the applied one, and this plan keeps "
-            f"{len(plan.streamed)} modules off their devices. Apply it without, or compare with autoshard.verify."
+            f"{len(plan.offloaded)} modules off their devices. Apply it without, or compare with autoshard.verify."
         )
     try:
         copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})

@@ -13,12 +13,12 @@ from autoshard.verify.runner import Build, run_both
 
 
 def locate(
-    original: Build, applied: Build, work: Work, homes: tuple[torch.device | None, torch.device | None],
+    original: Build, applied: Build, work: Work, input_devices: tuple[torch.device | None, torch.device | None],
     devices: Sequence[torch.device], tolerance: float, seen: Difference,
 ) -> Difference:  # fmt: skip
     """Return the first difference between module outputs, or where the applied model stops; `seen` if neither shows.
 
-    `homes`: where the inputs of the two runs go. `seen`: the difference that was found without looking inside.
+    `input_devices`: where the inputs of the two runs go. `seen`: the difference that was found without looking inside.
     """
     if seen.during in ("backward", "optimizer step"):
         return seen
@@ -26,13 +26,13 @@ def locate(
 
     def whole() -> list[RunResult]:
         with _Recorder(original()) as recorder:
-            run(recorder.model, work, homes[0])
+            run(recorder.model, work, input_devices[0])
         return recorder.results
 
     def planned() -> list[RunResult]:
         with _Recorder(applied()) as recorder:
             try:
-                run(recorder.model, work, homes[1])
+                run(recorder.model, work, input_devices[1])
             except Exception as error:  # the one seen before
                 where = recorder.open[-1] if recorder.open else ""
                 end.append(stopped(seen.during, f"{type(error).__name__}: {error}", where).first or seen)

@@ -14,7 +14,7 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.errors import VerifyError, first_line
 from autoshard.runtime import is_applied, remove
 from autoshard.verify.compare import CoarsestType
-from autoshard.verify.draws import SteadyDraws
+from autoshard.verify.random_numbers import SameRandomNumbers
 from autoshard.verify.run import RunResult, Work, rounding_of
 
 Build = Callable[[], nn.Module]
@@ -46,9 +46,9 @@ def run_both(
     `devices`: those whose random numbers begin anew for the second run, and are put back.
     """
     noted = CoarsestType() if work.reordered else contextlib.nullcontext()
-    with _unfused(), own_random_numbers(devices), _same_draws(work, notes), noted as types:
+    with _unfused(), own_random_numbers(devices), _same_random_numbers(work, notes), noted as types:
         expected = whole()
-    with _unfused(), own_random_numbers(devices), _same_draws(work, notes):
+    with _unfused(), own_random_numbers(devices), _same_random_numbers(work, notes):
         found = planned()
     if types is not None and types.dtype is not None:
         notes.append(COARSE.format(str(types.dtype).removeprefix("torch."), rounding_of(torch.empty(0), types.dtype)))
@@ -68,14 +68,14 @@ def _unfused() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _same_draws(work: Work, notes: list[str]) -> Iterator[None]:
+def _same_random_numbers(work: Work, notes: list[str]) -> Iterator[None]:
     """Inside, every row draws the same random numbers where the batch is divided, and a note says so if any are."""
     if not work.divided:
         yield
         return
-    with SteadyDraws() as draws:
+    with SameRandomNumbers() as random_numbers:
         yield
-    if draws.count and DRAWN not in notes:
+    if random_numbers.count and DRAWN not in notes:
         notes.append(DRAWN)
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import cluster_of
 from autoshard.plan import Plan, PlanDevice
-from autoshard.plan.placement import resolve_homes
+from autoshard.plan.placement import resolve_execution_devices
 from autoshard.runtime.collectives import count_processes
 from autoshard.simulate import SimulatedDevices, active_devices, simulate
 
@@ -33,7 +33,7 @@ def devices_of(plan: Plan) -> Iterator[RunDevices]:
 
     What the plan keeps on disk is kept in CPU memory instead: copies of the model are not in a file.
     """
-    plan = replace(plan, streamed=dict.fromkeys(plan.streamed, "cpu"))
+    plan = replace(plan, offloaded=dict.fromkeys(plan.offloaded, "cpu"))
     if runs_in_processes(plan):  # each on its own device
         yield RunDevices(plan=plan, simulated=None, original_names={})
         return
@@ -92,19 +92,21 @@ def runs_in_processes(plan: Plan) -> bool:
     return bool(plan.cuts) and count_processes() > 1
 
 
-def home_of(stage: RunDevices, model: nn.Module) -> torch.device:
+def device_of(stage: RunDevices, model: nn.Module) -> torch.device:
     """Return the device of the root, where inputs belong."""
     if runs_in_processes(stage.plan):
         name = stage.plan.devices[dist.get_rank()].name
         return torch.device(name if is_here(name) else "cpu")  # what is missing is told when the plan is applied
     tensors = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     tensors += [name for name, _ in model.named_buffers(remove_duplicate=False)]
-    homes = resolve_homes(stage.plan.placements, [path for path, _ in model.named_modules()], tensors).homes
-    return torch.device(homes[""])
+    input_devices = resolve_execution_devices(
+        stage.plan.placements, [path for path, _ in model.named_modules()], tensors
+    ).devices
+    return torch.device(input_devices[""])
 
 
 def accelerators_of(stage: RunDevices) -> list[torch.device]:
     """The devices that are used, but for CPUs; over processes that of this one."""
     cut = runs_in_processes(stage.plan)
-    names = {str(home_of(stage, nn.Module()))} if cut else devices_used(stage.plan)
+    names = {str(device_of(stage, nn.Module()))} if cut else devices_used(stage.plan)
     return [device for device in map(torch.device, sorted(names)) if device.type != "cpu"]

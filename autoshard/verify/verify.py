@@ -17,8 +17,8 @@ from torch import nn
 from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.inputs import Call
 from autoshard.common.progress import tell
+from autoshard.engine.offloaded import with_stores
 from autoshard.engine.pricer import price
-from autoshard.engine.streamed import with_stores
 from autoshard.errors import AutoshardError, VerifyError
 from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.plan.workload import Workload
@@ -35,7 +35,7 @@ from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.run import RunResult, Work, run
 from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, run_both
-from autoshard.verify.stage import RunDevices, accelerators_of, cluster_here, devices_of, home_of, is_divided
+from autoshard.verify.stage import RunDevices, accelerators_of, cluster_here, device_of, devices_of, is_divided
 
 
 def verify(
@@ -93,7 +93,7 @@ def verify(
                 return apply_device_map(original(), stage.plan.device_map)
             return apply_plan(original(), stage.plan)
 
-        return _compare(original, planned, work, tolerance, notes, stage, home_of(stage, model), predicted)
+        return _compare(original, planned, work, tolerance, notes, stage, device_of(stage, model), predicted)
 
 
 def _workload(model: nn.Module, plan: Plan | None, training: bool | None, new_tokens: int | None) -> Workload:
@@ -137,28 +137,28 @@ def _compare(
     tolerance: float,
     notes: list[str],
     stage: RunDevices | None,
-    home: torch.device | None,
+    input_device: torch.device | None,
     predicted: Mapping[str, int],
 ) -> Verification:
-    """Run both and say what differs. `home`: where inputs belong; `predicted`: peaks of simulated devices."""
+    """Run both and say what differs. `input_device`: where inputs belong; `predicted`: peaks of simulated devices."""
     accelerators = accelerators_of(stage) if stage is not None else []
-    homes = home if accelerators else None, home
+    input_devices = input_device if accelerators else None, input_device
     if work.reordered:
         notes.append(REORDERED if work.cut else IN_PARTS)
     if work.cut and work.training:
-        work = replace(work, staying_cut=_staying_cut(original, applied, work, home, accelerators))
-    run_applied = _Applied(applied, work, home, stage.simulated if stage is not None else None)
+        work = replace(work, staying_cut=_staying_cut(original, applied, work, input_device, accelerators))
+    run_applied = _Applied(applied, work, input_device, stage.simulated if stage is not None else None)
     with run_applied.room_to_compare():
         tell("runs", 0, 2)
         expected, found, work = run_both(
-            lambda: _run_original(original, work, homes[0], notes), run_applied, work, notes, accelerators
+            lambda: _run_original(original, work, input_devices[0], notes), run_applied, work, notes, accelerators
         )
         failure = run_applied.failure
         errors = compare(expected if failure is None else expected[: len(found)], found, tolerance, work)
         if failure is not None:
             errors = Errors(math.inf, math.inf, errors.first or failure)
         if errors.first is not None and not run_applied.full and not work.divided:
-            errors.first = locate(original, applied, work, homes, accelerators, tolerance, errors.first)
+            errors.first = locate(original, applied, work, input_devices, accelerators, tolerance, errors.first)
     names = stage.original_names if stage is not None else {}
     return Verification(
         ok=errors.first is None,
@@ -178,13 +178,13 @@ def _compare(
 
 
 def _staying_cut(
-    original: Build, applied: Build, work: Work, home: torch.device | None, devices: Sequence[torch.device]
+    original: Build, applied: Build, work: Work, input_device: torch.device | None, devices: Sequence[torch.device]
 ) -> frozenset[str]:  # fmt: skip
     """Paths of the outputs that stay cut, which a loss must leave out."""
     work, staying = replace(work, training=False, new_tokens=0), set()
     with contextlib.suppress(Exception):  # it will be seen, and told, when the models are compared
         expected, found, _ = run_both(
-            lambda: run(original(), work), lambda: run(applied(), work, home), work, [], devices
+            lambda: run(original(), work), lambda: run(applied(), work, input_device), work, [], devices
         )
         for whole, part in zip(expected, found, strict=True):
             if part.parts or part.value.shape != whole.value.shape:
@@ -200,8 +200,10 @@ class _Applied:
         peaks: bytes that simulated devices had at most in the pass that is measured.
     """
 
-    def __init__(self, build: Build, work: Work, home: torch.device | None, simulated: SimulatedDevices | None) -> None:
-        self._build, self._work, self._home, self._simulated = build, work, home, simulated
+    def __init__(
+        self, build: Build, work: Work, input_device: torch.device | None, simulated: SimulatedDevices | None
+    ) -> None:
+        self._build, self._work, self._input_device, self._simulated = build, work, input_device, simulated
         self.failure: Difference | None = None
         self.full = False
         self.peaks: dict[str, int] = {}
@@ -212,7 +214,7 @@ class _Applied:
         before = {name: simulated.memory(name)[0] for name in simulated} if simulated is not None else {}
         model = self._build()
         try:
-            run(model, self._work, self._home, None if simulated is None else self._measure, results)
+            run(model, self._work, self._input_device, None if simulated is None else self._measure, results)
         except Exception as error:  # anything that a tensor on the wrong device may make the user's forward raise
             self.full = isinstance(error, torch.OutOfMemoryError)
             message = str(error) if self.full else f"{type(error).__name__}: {error}"
@@ -242,18 +244,20 @@ class _Applied:
             self._simulated.limit(to_size=True)
 
 
-def _run_original(original: Build, work: Work, home: torch.device | None, notes: list[str]) -> list[RunResult]:
+def _run_original(original: Build, work: Work, input_device: torch.device | None, notes: list[str]) -> list[RunResult]:
     """Run the original; on accelerators it is moved to one of them if it fits, since other devices round otherwise."""
     model = original()
-    if home is not None:
+    if input_device is not None:
         try:
-            model.to(home)
+            model.to(input_device)
         except torch.OutOfMemoryError:
-            notes.append(f"the original does not fit on {home} and ran where it was, where kernels may round otherwise")
+            notes.append(
+                f"the original does not fit on {input_device} and ran where it was, where kernels may round otherwise"
+            )
             del model
-            model, home = original(), None
+            model, input_device = original(), None
     try:
-        return run(model, work, home)
+        return run(model, work, input_device)
     except AutoshardError:
         raise
     except Exception as error:  # anything the user's forward may raise
@@ -269,7 +273,7 @@ def _predicted(model: nn.Module, workload: Workload, stage: RunDevices, work: Wo
         profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)
         plan, cluster = stage.plan, cluster_here(stage)
         devices = price(
-            plan, profile, with_stores(cluster, plan.streamed.values()) if plan.streamed else cluster
+            plan, profile, with_stores(cluster, plan.offloaded.values()) if plan.offloaded else cluster
         ).devices
     except AutoshardError as error:
         notes.append(f"no prediction to hold the measured peaks against: {error}")

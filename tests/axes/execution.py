@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.axes.axis import Axis, Factor, covers, describe, leaves, times
+from autoshard.axes.axis import Axis, Factor, covers, describe, factors_of, times
 from autoshard.axes.rules import RULES
 from autoshard.axes.walk import AxisWalk, Contraction
 from autoshard.capture.graph import Op
@@ -96,24 +96,28 @@ class Trial:
 
     # ---- what is claimed
 
-    def can_be_cut(self, leaf: Factor) -> bool:
+    def can_be_cut(self, factor: Factor) -> bool:
         """As `groups` decides for one block."""
-        sums = [contraction.axis for contraction in self.walk.contractions if leaf in leaves(contraction.axis)]
+        sums = [contraction.axis for contraction in self.walk.contractions if factor in factors_of(contraction.axis)]
         return (
-            leaf.size > 1
-            and not leaf.lost
-            and all(covers(axis, leaf) for axis in sums)
-            and not any(sum(times(axis, leaf) for axis in axes) > 1 for axes in self.walk.axes.values())
+            factor.size > 1
+            and not factor.unshardable
+            and all(covers(axis, factor) for axis in sums)
+            and not any(sum(times(axis, factor) for axis in axes) > 1 for axes in self.walk.axes.values())
         )
 
-    def leaves(self) -> list[Factor]:
+    def factors_of(self) -> list[Factor]:
         """What can be cut, in order of appearance."""
         axes = [axis for value in (*self.given, *self.made) for axis in self.walk.axes[value]]
-        return [leaf for leaf in dict.fromkeys(leaf for axis in axes for leaf in leaves(axis)) if self.can_be_cut(leaf)]
+        return [
+            factor
+            for factor in dict.fromkeys(factor for axis in axes for factor in factors_of(axis))
+            if self.can_be_cut(factor)
+        ]
 
     def claim(self) -> str:
         """The axes as in `einsum`: a letter for what can be cut, else a dot; "(ab)" product, "[a|b]" one by one."""
-        names = {leaf: LETTERS[index] for index, leaf in enumerate(self.leaves())}
+        names = {factor: LETTERS[index] for index, factor in enumerate(self.factors_of())}
 
         def text(axis: Axis) -> str:
             parts = [
@@ -132,48 +136,48 @@ class Trial:
 
     def check(self) -> None:
         """Cut every leaf that can be cut in several ways, run every rank, and compare with the whole."""
-        for leaf in self.leaves():
-            for shares in ways(leaf.size):
-                self._check(leaf, shares)
+        for factor in self.factors_of():
+            for shares in ways(factor.size):
+                self._check(factor, shares)
 
-    def _check(self, leaf: Factor, shares: tuple[int, ...]) -> None:
-        sums = [contraction for contraction in self.walk.contractions if leaf in leaves(contraction.axis)]
+    def _check(self, factor: Factor, shares: tuple[int, ...]) -> None:
+        sums = [contraction for contraction in self.walk.contractions if factor in factors_of(contraction.axis)]
         assert len(sums) < 2, "a trial has one sum at its end at most"
-        what = f"{self.claim()}: {leaf!r} of it over {shares}"
+        what = f"{self.claim()}: {factor!r} of it over {shares}"
         total: list[torch.Tensor] = []
         for rank in range(len(shares)):
             shapes = self.out and [
-                tuple(len(indices) for indices in self._kept(value, leaf, shares, rank)) for value in self.made
+                tuple(len(indices) for indices in self._kept(value, factor, shares, rank)) for value in self.made
             ]
-            found = self._local(leaf, shares, rank, sums, shapes)
+            found = self._local(factor, shares, rank, sums, shapes)
             if sums:
                 assert set(self.ops[sums[0].op].outputs) == set(self.made), "a trial has its sum at its end"
-                weight = shares[rank] / leaf.size if sums[0].mean else 1
+                weight = shares[rank] / factor.size if sums[0].mean else 1
                 found = [part * weight for part in found]
                 total = [left + right for left, right in zip(total, found, strict=True)] if total else found
                 continue
             for value, whole, part in zip(self.made, self.results, found, strict=True):
-                for dim in self.walk.cut_dims(value, leaf):
-                    whole = whole.index_select(dim, self._kept(value, leaf, shares, rank)[dim])
+                for dim in self.walk.cut_dims(value, factor):
+                    whole = whole.index_select(dim, self._kept(value, factor, shares, rank)[dim])
                 same(part, whole, f"{what}, rank {rank}")
         if sums:
             for value, whole, part in zip(self.made, self.results, total, strict=True):
-                assert not self.walk.cut_dims(value, leaf)
+                assert not self.walk.cut_dims(value, factor)
                 same(part + self._addend(sums[0], whole), whole, what)
 
     def _local(
-        self, leaf: Factor, shares: tuple[int, ...], rank: int, sums: list[Contraction], shapes: Any
+        self, factor: Factor, shares: tuple[int, ...], rank: int, sums: list[Contraction], shapes: Any
     ) -> list[torch.Tensor]:
         """What a rank makes of its part; what is added once is left out."""
         local = []
         for value, tensor in zip(self.given, self.inputs, strict=True):
-            for dim in self.walk.cut_dims(value, leaf):
-                tensor = tensor.index_select(dim, self._kept(value, leaf, shares, rank)[dim])
+            for dim in self.walk.cut_dims(value, factor):
+                tensor = tensor.index_select(dim, self._kept(value, factor, shares, rank)[dim])
             local.append(torch.zeros_like(tensor) if sums and value == sums[0].addend else tensor.clone())
         if not sums or not sums[0].lookup:
             return self._run(local, shapes)
         table = self.given[0]
-        (rows,) = (self._kept(table, leaf, shares, rank)[dim] for dim in self.walk.cut_dims(table, leaf))
+        (rows,) = (self._kept(table, factor, shares, rank)[dim] for dim in self.walk.cut_dims(table, factor))
         where = (self.inputs[1].unsqueeze(-1) == rows).int()
         local[1] = where.argmax(-1)
         return [part * where.sum(-1).unsqueeze(-1) for part in self._run(local, shapes)]
@@ -189,9 +193,9 @@ class Trial:
             addend = addend.view(-1, *[1] * (whole.dim() - 2))
         return addend * node.kwargs.get("beta", 1)  # type: ignore[operator]
 
-    def _kept(self, value: int, leaf: Factor, shares: tuple[int, ...], rank: int) -> list[torch.Tensor]:
+    def _kept(self, value: int, factor: Factor, shares: tuple[int, ...], rank: int) -> list[torch.Tensor]:
         axes = self.walk.axes[value]
-        return [torch.from_numpy(kept(describe(axis, leaf), shares, rank).copy()) for axis in axes]
+        return [torch.from_numpy(kept(describe(axis, factor), shares, rank).copy()) for axis in axes]
 
 
 def ways(size: int) -> Iterator[tuple[int, ...]]:

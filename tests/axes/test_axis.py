@@ -16,9 +16,9 @@ from autoshard.axes.axis import (
     cut,
     describe,
     every,
+    factors_of,
     fresh,
-    leaves,
-    lose,
+    make_unshardable,
     reshape,
     resolve,
     size_of,
@@ -69,12 +69,12 @@ def learnt(size, count, found):
 
 def divided(axes):
     """How every leaf that can be cut divides the indices of all axes: the same whatever the tree looks like."""
-    found = dict.fromkeys(leaf for axis in axes for leaf in leaves(axis) if not leaf.lost)
-    return {tuple(tuple(coordinates_of(describe(axis, leaf))) for axis in axes) for leaf in found}
+    found = dict.fromkeys(factor for axis in axes for factor in factors_of(axis) if not factor.unshardable)
+    return {tuple(tuple(coordinates_of(describe(axis, factor))) for axis in axes) for factor in found}
 
 
-def lost(axes):
-    return any(leaf.lost for axis in axes for leaf in leaves(axis))
+def unshardable(axes):
+    return any(factor.unshardable for axis in axes for factor in factors_of(axis))
 
 
 @given(events(kinds=("view", "pair")))
@@ -88,7 +88,7 @@ def test_parts_may_be_seen_in_any_order(case):
     size, count, found, shuffled = case
     axes = learnt(size, count, found)
     assert divided(axes) == divided(learnt(size, count, shuffled))
-    assert not lost(axes)
+    assert not unshardable(axes)
 
 
 @given(events())
@@ -96,7 +96,7 @@ def test_views_and_parts_may_be_seen_in_any_order(case):
     """Where no part cuts through the minor factor of a view: that loses both, in some orders."""
     size, count, found, shuffled = case
     axes, others = learnt(size, count, found), learnt(size, count, shuffled)
-    if not lost(axes) and not lost(others):
+    if not unshardable(axes) and not unshardable(others):
         assert divided(axes) == divided(others)
 
 
@@ -107,45 +107,45 @@ def test_paired_axes_are_the_same_or_lost(case):
     first, second = axes[0], fresh(size)
     unify(first, second)
     first, second = resolve(first), resolve(second)
-    for leaf in [leaf for leaf in leaves(first) if not leaf.lost]:
-        assert describe(first, leaf) == describe(second, leaf)
+    for factor in [factor for factor in factors_of(first) if not factor.unshardable]:
+        assert describe(first, factor) == describe(second, factor)
 
 
 @st.composite
 def trees(draw, depth=2):
     """An axis, its leaves, and for every leaf the slice that each index is in, -1 where it is in none."""
     if depth == 0 or draw(st.integers(0, 2)) == 0:
-        leaf = Factor(draw(st.integers(2, 3 if depth == 0 else 5)))
-        return (leaf,), {leaf: list(range(leaf.size))}
+        factor = Factor(draw(st.integers(2, 3 if depth == 0 else 5)))
+        return (factor,), {factor: list(range(factor.size))}
     parts = [draw(trees(depth - 1)) for _ in range(draw(st.integers(2, 3)))]
     sizes = [size_of(axis) for axis, _ in parts]
     slices = {}
     if draw(st.booleans()):  # a product
         for place, (_, known) in enumerate(parts):
-            for leaf, where in known.items():
-                slices[leaf] = [where[index[place]] for index in itertools.product(*map(range, sizes))]
+            for factor, where in known.items():
+                slices[factor] = [where[index[place]] for index in itertools.product(*map(range, sizes))]
         return tuple(factor for axis, _ in parts for factor in axis), slices
     for place, (_, known) in enumerate(parts):
-        for leaf, where in known.items():
-            slices[leaf] = [-1] * sum(sizes[:place]) + where + [-1] * sum(sizes[place + 1 :])
+        for factor, where in known.items():
+            slices[factor] = [-1] * sum(sizes[:place]) + where + [-1] * sum(sizes[place + 1 :])
     return (Cat([axis for axis, _ in parts]),), slices
 
 
 @given(trees())
 def test_an_axis_as_text_tells_the_slice_of_every_index(tree):
     axis, slices = tree
-    for leaf, where in slices.items():
-        assert coordinates_of(describe(axis, leaf)).tolist() == where
-        assert covers(axis, leaf) == (-1 not in where)
+    for factor, where in slices.items():
+        assert coordinates_of(describe(axis, factor)).tolist() == where
+        assert covers(axis, factor) == (-1 not in where)
 
 
 @given(trees(), st.data())
 def test_parts_put_together_are_the_whole_bit_for_bit(tree, data):
     axis, slices = tree
-    leaf = data.draw(st.sampled_from(list(slices)))
-    text = describe(axis, leaf)
-    ends = sorted(data.draw(st.lists(st.integers(0, leaf.size), min_size=1, max_size=3)))
-    shares = tuple(end - begin for begin, end in zip([0, *ends], [*ends, leaf.size], strict=True))
+    factor = data.draw(st.sampled_from(list(slices)))
+    text = describe(axis, factor)
+    ends = sorted(data.draw(st.lists(st.integers(0, factor.size), min_size=1, max_size=3)))
+    shares = tuple(end - begin for begin, end in zip([0, *ends], [*ends, factor.size], strict=True))
     whole = torch.randn(size_of(axis), 3)
     merged = torch.full_like(whole, torch.nan)
     owners = numpy.zeros(size_of(axis), dtype=int)
@@ -155,7 +155,7 @@ def test_parts_put_together_are_the_whole_bit_for_bit(tree, data):
         owners[indices] += 1
         merged[indices] = whole[indices]
     assert torch.equal(merged, whole)
-    assert owners.tolist() == [len(shares) if where < 0 else 1 for where in slices[leaf]]
+    assert owners.tolist() == [len(shares) if where < 0 else 1 for where in slices[factor]]
 
 
 @given(trees(), st.data())
@@ -177,34 +177,39 @@ def check_parts(axis, parts, where, slices):
     """What can still be cut divides the indices of the parts as those of the whole."""
     for part, at in zip(parts, where, strict=True):
         assert size_of(part) == len(range(size_of(axis))[at])
-        for leaf in [leaf for leaf in leaves(part) if not leaf.lost]:
-            expected = coordinates_of(describe(axis, leaf))[at].tolist()
-            assert coordinates_of(describe(part, leaf)).tolist() == expected
-    for leaf in slices:  # what was not touched is as it was
-        if leaf.bound is None and not leaf.lost:
-            assert coordinates_of(describe(axis, leaf)).tolist() == slices[leaf]
+        for factor in [factor for factor in factors_of(part) if not factor.unshardable]:
+            expected = coordinates_of(describe(axis, factor))[at].tolist()
+            assert coordinates_of(describe(part, factor)).tolist() == expected
+    for factor in slices:  # what was not touched is as it was
+        if factor.bound is None and not factor.unshardable:
+            assert coordinates_of(describe(axis, factor)).tolist() == slices[factor]
 
 
 @given(trees(), trees())
 def test_axes_in_line(left, right):
     joined = concatenate([left[0], fresh(0), right[0]])
     assert size_of(joined) == size_of(left[0]) + size_of(right[0])
-    for leaf, where in left[1].items():
-        assert coordinates_of(describe(joined, leaf)).tolist() == where + [-1] * size_of(right[0])
+    for factor, where in left[1].items():
+        assert coordinates_of(describe(joined, factor)).tolist() == where + [-1] * size_of(right[0])
 
 
 def test_what_cannot_be_divided_anew_takes_nothing_with_it():
     """Tokens that are padded and then divided into chunks, beside heads."""
     tokens, heads = concatenate([fresh(12), fresh(4)]), fresh(6)
     axes = reshape([fresh(2), tokens, heads], (2, 2, 8, 6))
-    assert [[leaf.lost != "" for leaf in leaves(axis)] for axis in axes] == [[False], [True], [True], [False]]
+    assert [[factor.unshardable != "" for factor in factors_of(axis)] for axis in axes] == [
+        [False],
+        [True],
+        [True],
+        [False],
+    ]
     assert axes[-1] == heads
 
 
 def test_paired_axes_lose_only_what_does_not_match():
     left, right = (*fresh(4), *fresh(9), *fresh(5)), (*fresh(6), *fresh(6), *fresh(5))
     unify(left, right, "a sum")
-    assert resolve(left)[-1] is resolve(right)[-1] and not list(leaves(left))[-1].lost
+    assert resolve(left)[-1] is resolve(right)[-1] and not list(factors_of(left))[-1].unshardable
 
 
 def test_a_split_is_known_wherever_the_leaf_is():
@@ -218,44 +223,44 @@ def test_a_split_is_known_wherever_the_leaf_is():
 
 def test_what_is_lost_stays_lost_when_it_is_split_or_paired():
     axis, other = fresh(12), fresh(12)
-    lose(axis, "because")
+    make_unshardable(axis, "because")
     major, _ = reshape([axis], (4, 3))
     unify(axis, other)
-    assert {leaf.lost for leaf in (*leaves(major), *leaves(other))} == {"because"}
+    assert {factor.unshardable for factor in (*factors_of(major), *factors_of(other))} == {"because"}
 
 
 def test_axes_without_common_parts_are_lost():
     left, right = (*fresh(4), *fresh(9)), (*fresh(6), *fresh(6))
     unify(left, right, "a sum")
-    top, *rest = leaves(left)
-    assert top.size == 2 and not top.lost, "4 x 9 and 6 x 6 have their major 2 in common"
-    assert all(leaf.lost.startswith("a sum: sizes") for leaf in (*rest, *list(leaves(right))[1:]))
+    top, *rest = factors_of(left)
+    assert top.size == 2 and not top.unshardable, "4 x 9 and 6 x 6 have their major 2 in common"
+    assert all(factor.unshardable.startswith("a sum: sizes") for factor in (*rest, *list(factors_of(right))[1:]))
 
 
 @pytest.mark.parametrize(
     "act",
     [
-        lambda batch, lost: cut((*batch, *fresh(4)), 4),
-        lambda batch, lost: every(batch, 2),
-        lambda batch, lost: reshape([(*batch, *fresh(4))], (2, 12)),
-        lambda batch, lost: unify(batch, lost),
-        lambda batch, lost: unify(lost, batch),
-        lambda batch, lost: unify((*batch, *fresh(4)), (*fresh(4), *batch)),
-        lambda batch, lost: unify(batch, concatenate([fresh(2), fresh(4)])),
-        lambda batch, lost: unify((Factor(6, rigid=True),), batch),
+        lambda batch, unshardable: cut((*batch, *fresh(4)), 4),
+        lambda batch, unshardable: every(batch, 2),
+        lambda batch, unshardable: reshape([(*batch, *fresh(4))], (2, 12)),
+        lambda batch, unshardable: unify(batch, unshardable),
+        lambda batch, unshardable: unify(unshardable, batch),
+        lambda batch, unshardable: unify((*batch, *fresh(4)), (*fresh(4), *batch)),
+        lambda batch, unshardable: unify(batch, concatenate([fresh(2), fresh(4)])),
+        lambda batch, unshardable: unify((Factor(6, rigid=True),), batch),
     ],
 )
 def test_a_rigid_factor_stays_one_and_is_lost_where_it_could_not(act):
-    batch, lost = (Factor(6, rigid=True),), fresh(6)
-    lose(lost, "it is a table")
-    act(batch, lost)
-    assert batch[0].lost and batch[0].bound is None and lost[0].bound is None
+    batch, unshardable = (Factor(6, rigid=True),), fresh(6)
+    make_unshardable(unshardable, "it is a table")
+    act(batch, unshardable)
+    assert batch[0].unshardable and batch[0].bound is None and unshardable[0].bound is None
 
 
 def test_a_rigid_factor_is_what_uniform_ones_become():
     batch, other = (Factor(6, rigid=True),), fresh(12)
     unify((*batch, *fresh(2)), other)
-    assert resolve(other)[0] is batch[0] and not batch[0].lost
+    assert resolve(other)[0] is batch[0] and not batch[0].unshardable
     assert reshape([other], (6, 2))[0] == batch
 
 
@@ -263,8 +268,8 @@ def test_an_axis_against_itself_moved_by_one_is_lost_however_long():
     tokens = fresh(5000)
     all_but_last, _ = cut(tokens, 4999)
     unify(tokens, concatenate([fresh(1), all_but_last]))
-    assert any(leaf.lost for leaf in leaves(tokens)) and size_of(tokens) == 5000
-    assert all(leaf.lost or leaf.size < 2 for leaf in leaves(tokens))
+    assert any(factor.unshardable for factor in factors_of(tokens)) and size_of(tokens) == 5000
+    assert all(factor.unshardable or factor.size < 2 for factor in factors_of(tokens))
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_a_mask_for_a_cut_tensor_is_an_action():
 
 def test_nothing_is_drawn_in_evaluation():
     (group,) = [group for group in groups(False) if len(group.shards) == 3]
-    assert {action.kind for action in group.actions} == {"reduce", "enter"}
+    assert {action.kind for action in group.actions} == {"reduce", "copy_to"}
 
 
 def test_one_module_that_draws_for_cut_and_whole_tensors_refuses_the_cut():

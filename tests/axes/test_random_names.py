@@ -33,8 +33,8 @@ def groups_of(model, inputs, renamed=False):
         row["shards"] = tuple(dataclasses.replace(shard, name=old(shard.name)) for shard in group.shards)
         row["actions"] = tuple(dataclasses.replace(action, module=old(action.module)) for action in group.actions)
         rows.append(row)
-    blocked = [(old(row.name), row.dim) for row in found.blocked]
-    return rows, blocked, [tuple(map(old, region.paths)) for region in found.regions]
+    unshardable = [(old(row.name), row.dim) for row in found.unshardable]
+    return rows, unshardable, [tuple(map(old, region.paths)) for region in found.regions]
 
 
 @pytest.mark.parametrize(

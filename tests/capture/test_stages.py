@@ -55,8 +55,8 @@ def graph(request):
 
 def test_a_tied_parameter_is_held_by_both_and_a_mask_is_read_by_both(graph):
     staged = divide(graph, STAGES)
-    assert staged.held["embed.weight"] == staged.held["head.weight"] == (0, 2)
-    assert staged.held["blocks.1.weight"] == (1,)
+    assert staged.stage_parameters["embed.weight"] == staged.stage_parameters["head.weight"] == (0, 2)
+    assert staged.stage_parameters["blocks.1.weight"] == (1,)
     shapes = [(graph.values[c.value].shape, c.source, c.readers) for c in staged.crossings]
     assert ((1, 6, 1), 0, (1,)) in shapes  # the mask
     assert ((1, 6, 4), 0, (1,)) in shapes and ((1, 6, 4), 1, (2,)) in shapes

@@ -117,7 +117,7 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
 def test_attention_of_torch_stays_whole():
     _, found, _ = analysed(Stack(Attending).eval())
     assert not found.groups
-    assert any("sums inside of multi_head_attention_forward" in row.reason for row in found.blocked)
+    assert any("sums inside of multi_head_attention_forward" in row.reason for row in found.unshardable)
 
 
 @pytest.mark.parametrize("other", [Plain, Scaled])
@@ -160,7 +160,7 @@ def test_an_attribute_with_the_same_number_is_left_out_again():
 
 def test_a_bias_that_other_code_reads_is_not_hidden_from_it():
     _, found, _ = analysed(Stack(Peeking))
-    reasons = {row.reason for row in found.blocked if row.name == "blocks.0.down.weight"}
+    reasons = {row.reason for row in found.unshardable if row.name == "blocks.0.down.weight"}
     assert "sum in blocks.0 reads what linear in blocks.0.down adds" in reasons
 
 
@@ -184,7 +184,9 @@ def test_a_wrong_axis_is_found():
 
 def test_what_can_not_be_followed_says_so():
     _, found, _ = analysed(nn.GRUCell(24, 24), X[0])
-    assert {row.reason for row in found.blocked} == {"gru_cell in the model itself: how it could be cut is not known"}
+    assert {row.reason for row in found.unshardable} == {
+        "gru_cell in the model itself: how it could be cut is not known"
+    }
 
 
 class GivesWeight(Stack):
@@ -194,7 +196,7 @@ class GivesWeight(Stack):
 
 def test_a_parameter_that_the_model_gives_is_whole():
     _, found, _ = analysed(GivesWeight(Fused))
-    assert "blocks.1.all.weight is an output of the model" in {row.reason for row in found.blocked}
+    assert "blocks.1.all.weight is an output of the model" in {row.reason for row in found.unshardable}
 
 
 def test_weights_that_are_scaled_from_outside_are_cut_all_the_same():

@@ -147,9 +147,9 @@ def net(tied=False):
     return model.eval()
 
 
-def plan_of(device, streamed):
+def plan_of(device, offloaded):
     plan = Plan.from_device_map({str(index): device for index in range(4)})
-    return replace(plan, streamed=streamed)
+    return replace(plan, offloaded=offloaded)
 
 
 ROWS = torch.randn(3, 16)

@@ -239,10 +239,10 @@ def test_streamed_modules_are_shown_and_listed(file, tmp_path):
     plan = tmp_path / "plan.json"
     devices = "cuda:0=700KiB,disk=1GiB"
     shown = command("plan", file, "--devices", devices, "-o", plan).stdout
-    assert "Stays" in shown and "Streamed" in shown and "kept on disk, brought to cuda:0" in shown
+    assert "Stays" in shown and "Offloaded" in shown and "kept on disk, brought to cuda:0" in shown
     assert max(map(len, shown.splitlines())) <= 80
     document = json.loads(command("plan", file, "--devices", devices, "--json").stdout)
-    assert document["plan"]["streamed"] == dict(Plan.load(plan).streamed)
+    assert document["plan"]["offloaded"] == dict(Plan.load(plan).offloaded)
     streaming = document["estimate"]["streaming"]
     assert streaming["nbytes"] == sum(link["nbytes"] for link in streaming["links"]) > 0
     assert document["estimate"]["latency_seconds"] >= streaming["bound_seconds"]

@@ -200,7 +200,7 @@ def test_tables_fit(profile, width, encoding):
         )
         for i in range(8)
     ]
-    estimate = estimate_of(*devices, transfers=transfers, aligned=("a.b", "", "c", "d"), written_back=("e",))
+    estimate = estimate_of(*devices, transfers=transfers, mixed_device=("a.b", "", "c", "d"), written_back=("e",))
     kinds = {d.name: "MI300X" for d in devices}
     note = ["A rather long sentence about an assumption that was made along the way, to be wrapped."]
     text = shown(

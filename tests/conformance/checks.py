@@ -17,7 +17,7 @@ from autoshard.capture.decode import NO_TOKEN
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.parse import parse_devices
 from autoshard.nested import map_tensors, tensors_in
-from autoshard.plan.placement import resolve_homes
+from autoshard.plan.placement import resolve_execution_devices
 from autoshard.profile.profile import Profile
 from autoshard.strategies import make_plan
 from tests.replay import replay
@@ -246,7 +246,9 @@ def measured_peaks(
     a dict.
     """
     tensors = [name for name, _ in named_tensors(model)]
-    home = resolve_homes(plan.placements, [path for path, _ in model.named_modules()], tensors).home_of("")
+    home = resolve_execution_devices(plan.placements, [path for path, _ in model.named_modules()], tensors).device_of(
+        ""
+    )
     with autoshard.simulate({device.name: "1GiB" for device in plan.devices}) as devices:
         autoshard.apply(model, plan)
         inputs = {name: value.to(home) if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

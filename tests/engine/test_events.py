@@ -43,8 +43,8 @@ CASES = {
     "cuts in training": ("2xA100-40GB", "column-parallel", TRAINING),
     "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=64, sequence_length=256)),
     "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=64, sequence_length=256)),
-    "streamed": ({"cpu:0": "80KiB", "cpu": "10MiB"}, "auto", None),
-    "streamed to two": ({"cpu:0": "80KiB", "cpu:1": "80KiB", "cpu": "10MiB"}, "auto", None),
+    "offloaded": ({"cpu:0": "80KiB", "cpu": "10MiB"}, "auto", None),
+    "offloaded to two": ({"cpu:0": "80KiB", "cpu:1": "80KiB", "cpu": "10MiB"}, "auto", None),
 }
 
 
@@ -88,14 +88,14 @@ def test_events_sum_to_the_estimate(case):
     assert max(event.end_seconds for event in found) == pytest.approx(estimate.latency_seconds, rel=1e-9)
     copied = [event for event in found if event.kind == "transfer"]
     assert sum(event.nbytes for event in copied) == sum(transfer.nbytes for transfer in estimate.transfers)
-    assert bool(plan.cuts) == ("cuts" in case) and bool(plan.streamed) == ("streamed" in case)
+    assert bool(plan.cuts) == ("cuts" in case) and bool(plan.offloaded) == ("offloaded" in case)
     if plan.cuts:
         together = dict.fromkeys((device.name for device in estimate.devices), 0.0)
         for event in found:
             if event.kind.startswith("all-"):
                 together[event.device] += event.end_seconds - event.begin_seconds
         assert together == pytest.approx(dict.fromkeys(together, estimate.collective_seconds), rel=1e-9)
-    if plan.streamed:
+    if plan.offloaded:
         fetched = sum(e.end_seconds - e.begin_seconds for e in found if e.kind == "fetch")
         assert fetched == pytest.approx(sum(link.seconds for link in estimate.streaming.links), rel=1e-9)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.engine.streamed import Fetch, Piece, Steady, steady_pass
+from autoshard.engine.offloaded import Fetch, Piece, Steady, steady_pass
 
 Call = tuple[int, str, float, float]
 """A module, its device, and the seconds before and in the call."""

@@ -127,8 +127,8 @@ def test_pipelines_and_generation_settings(tmp_path):
         spread = autoshard.load(tmp_path, plan={"model": "cpu:0", "lm_head": "cpu:1"})
         assert pipeline(model=spread)("w5", do_sample=False) == expected
         here = dict.fromkeys(("model.layers", "model.norm", "model.rotary_emb", "lm_head"), "cpu:0")
-        streamed = autoshard.load(tmp_path, plan={"model.embed_tokens": "disk", **here})
-        assert pipeline(model=streamed)("w5", do_sample=False) == expected
+        offloaded = autoshard.load(tmp_path, plan={"model.embed_tokens": "disk", **here})
+        assert pipeline(model=offloaded)("w5", do_sample=False) == expected
 
 
 def change(directory, edit):

@@ -34,7 +34,7 @@ def test_fused_experts_are_not_planned_on_disk(tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("rest", ["cpu", "cpu:0"])
 def test_a_device_map_with_modules_on_disk(tmp_path, rest):
-    """Of another tool, by hand, or what a plan with streamed modules gives; they compute where the others do."""
+    """Of another tool, by hand, or what a plan with offloaded modules gives; they compute where the others do."""
     config = transformers.LlamaConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, vocab_size=64
     )

@@ -11,7 +11,7 @@ import autoshard
 from autoshard.capture.capture import record_forward
 from autoshard.capture.stages import divide
 from autoshard.errors import PlanError
-from autoshard.pipelines.programs import write_readings
+from autoshard.pipelines.programs import write_value_guards
 from autoshard.pipelines.steps import find_steps
 from tests.pipelines.plans import plan_of
 from tests.pipelines.rank_checks import unlike
@@ -109,7 +109,7 @@ def test_what_is_the_same_in_every_run_is_not_read_again():
     model, (_, inputs) = Reads(), masked()
     graph, call_log = record_forward(model, (), inputs, grad=True)
     found = find_steps(graph, call_log, divide(graph, [["layer"], ["order"]]))
-    program, readings = write_readings(found, model, torch.device("cpu"))
-    assert sum(one.function is not None for one in call_log.readings) == 3
-    assert [bool(one.result) for one in readings] == [True, False]
+    program, value_guards = write_value_guards(found, model, torch.device("cpu"))
+    assert sum(one.function is not None for one in call_log.value_guards) == 3
+    assert [bool(one.result) for one in value_guards] == [True, False]
     assert [bool(value) for value in program.run((), tuple(inputs.values()))] == [True, False]

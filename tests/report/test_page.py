@@ -16,12 +16,12 @@ from autoshard.cluster.parse import parse_devices
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.events import events
 from autoshard.report.document import estimate_data
-from autoshard.report.figures import verdict
 from autoshard.report.page import make_page
 from autoshard.report.page.lanes import events_of, timeline_data
 from autoshard.report.page.page import _places_in
 from autoshard.report.page.places import places_of
 from autoshard.report.rows import module_tree, transfer_rows
+from autoshard.report.summary import verdict
 from autoshard.report.terminal import print_plan
 from autoshard.search.comparing import compare_all
 from autoshard.search.request import Request
@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_estimate():
 
 
 def test_what_is_moved_counts_the_parameters_that_are_brought():
-    plan, profile, cluster = made("streamed")
+    plan, profile, cluster = made("offloaded")
     estimate = autoshard.estimate(plan, profile, cluster)
     assert estimate.streaming is not None and estimate.moved_bytes >= estimate.streaming.nbytes > 0
     text = make_page(plan, estimate, profile, cluster)
@@ -168,7 +168,7 @@ def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
 
 
 def test_the_summary_says_how_the_plan_works():
-    assert "computes everything" in page("streamed") and "Whole modules are on 3 devices" in page("placements")
+    assert "computes everything" in page("offloaded") and "Whole modules are on 3 devices" in page("placements")
     assert "cut over 2 devices" in page("cuts") and "with what it is tied to" in page("cuts")
     assert "if passes overlap" not in page("training") and "micro-batches go through 2 stages" in page("pipeline")
 

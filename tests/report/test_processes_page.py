@@ -18,10 +18,10 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.report.document import plan_document
 from autoshard.report.explanation import explain
-from autoshard.report.figures import time_rows
 from autoshard.report.page import make_page
 from autoshard.report.page.lanes import events_of
 from autoshard.report.page.page import _held
+from autoshard.report.summary import time_rows
 from autoshard.report.terminal import print_plan
 from autoshard.report.trace import trace_document
 from autoshard.search.limits import Fixed

@@ -23,7 +23,7 @@ class Case:
 
 
 def enter(module, function="linear", argument="0.0"):
-    return Action(kind="enter", module=module, function=function, occurrence=0, argument=argument)
+    return Action(kind="copy_to", module=module, function=function, occurrence=0, argument=argument)
 
 
 def reduce(module, function="linear", occurrence=0, addend=""):
@@ -300,7 +300,7 @@ def decoder_cuts(layers):
             shard("self_attn.o_proj.weight", 1, "*2x16"),
         ),
         actions=(
-            *(Action(kind="enter", module=f"self_attn.{x}_proj", argument="0.0") for x in "qkv"),
+            *(Action(kind="copy_to", module=f"self_attn.{x}_proj", argument="0.0") for x in "qkv"),
             reduce("self_attn.o_proj"),
         ),
     )
@@ -314,7 +314,7 @@ def decoder_cuts(layers):
             shard("mlp.down_proj.weight", 1, "*48"),
         ),
         actions=(
-            *(Action(kind="enter", module=f"mlp.{x}_proj", argument="0.0") for x in ("gate", "up")),
+            *(Action(kind="copy_to", module=f"mlp.{x}_proj", argument="0.0") for x in ("gate", "up")),
             reduce("mlp.down_proj"),
         ),
     )

@@ -111,7 +111,7 @@ def replicas(
     plan = pipeline(model, inputs, batch, devices=count)
     return replace(
         plan, strategy="data-parallel", mesh=Mesh(dp=count, shares=shares), stages=(), num_microbatches=1,
-        schedule="none", placements={"": plan.devices[0].name}, aligned=(), written_back=(),
+        schedule="none", placements={"": plan.devices[0].name}, mixed_device=(), written_back=(),
     )  # fmt: skip
 
 

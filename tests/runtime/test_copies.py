@@ -73,16 +73,16 @@ def test_weights_last_and_inputs_do_not(devices):
     array = torch.ones(4).numpy()
     source = torch.from_numpy(array)
     with torch.no_grad():
-        lasting, passing = copies.get(weight, one), copies.get(source, one)
+        alive_after, passing = copies.get(weight, one), copies.get(source, one)
         copies.end()
         array[:] = 5
         copies.begin()
-        assert copies.get(weight, one) is lasting
+        assert copies.get(weight, one) is alive_after
         assert copies.get(source, one) is not passing and copies.get(source, one).cpu().tolist() == [5] * 4
     copies.end()
     copies.begin()  # with gradients: the weight is going to be trained
     with torch.no_grad():
-        assert copies.get(weight, one) is not lasting
+        assert copies.get(weight, one) is not alive_after
 
 
 def test_copies_with_history_end_with_the_forward(devices):
@@ -199,7 +199,7 @@ def test_planned_models_are_watched_only_where_the_plan_says(devices):
     apply_plan(model, plan)
     with pytest.raises(RuntimeError, match="same device"):
         model(x)
-    apply_plan(model, replace(plan, aligned=("",)))
+    apply_plan(model, replace(plan, mixed_device=("",)))
     assert torch.equal(model(x), expected)
     assert model.depth == [0, 0, 1] and torch._C._len_torch_function_stack() == 0
 

@@ -415,7 +415,7 @@ def wrong_cuts():
         "do not add up": {"shares": (12, 11)},
         "acts at 'blocks.0.across'": {"actions": (replace(action, module="across"),)},
         "says no axis": {"actions": (Action(kind="gather", module="up"),)},
-        "without being a sum": {"actions": (Action(kind="enter", module="up", gathered=True),)},
+        "without being a sum": {"actions": (Action(kind="copy_to", module="up", gathered=True),)},
         "only embedding": {"actions": (lookup,)},
         "also told to cut": {"summed": ("up.weight",)},
         "unevenly": {"shares": (10, 14)},

@@ -33,7 +33,7 @@ PLACED = Plan(
         PlanDevice(name="cuda:1", memory_bytes=24 * 2**30, host="host1"),
     ),
     placements={"embed": "cuda:0", "layers.0": "cuda:0", "layers.1": "cuda:1"},
-    aligned=("layers",),
+    mixed_device=("layers",),
     written_back=("layers.1",),
     reasons=("because of ‘unicode’ \U0001f600",),
     fingerprint="ab" * 32,

@@ -1,4 +1,4 @@
-"""Streamed modules: the same bits as in memory, two of them on the device at a time, everything home between calls."""
+"""Offloaded modules: the same bits as in memory, two of them on the device at a time, everything home between calls."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ from autoshard.runtime.mapped import file_of
 from autoshard.runtime.pinned import pin
 from autoshard.runtime.prefetcher import Carrier
 from autoshard.runtime.streaming import Streams, hook_streams
-from autoshard.strategies.streamable import divisions
+from autoshard.strategies.offloadable import divisions
 from tests.hooks import is_hooked
 from tests.models.hf import HF_CASES
 
@@ -71,7 +71,7 @@ def streaming(model, device, place, paths=BLOCKS, **changes):
     ]
     placements = {path: device for path in [*rest, *inside, *(path for path in paths if path in tops)]}
     plan = Plan.from_device_map(placements)
-    return dataclasses.replace(plan, streamed={path: place for path in paths}, **changes)
+    return dataclasses.replace(plan, offloaded={path: place for path in paths}, **changes)
 
 
 def on_disk(model, directory):
@@ -89,7 +89,7 @@ def parameter_bytes(module):
 
 
 @pytest.fixture(params=["cpu:0 from cpu", "cpu:0 from disk", "cpu from disk"])
-def streamed(request, tmp_path):
+def offloaded(request, tmp_path):
     """(model with a plan applied, its untouched twin)"""
     device, _, place = request.param.partition(" from ")
     with autoshard.simulate("1x16MiB"):
@@ -98,8 +98,8 @@ def streamed(request, tmp_path):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
-def test_same_bits_as_in_memory_and_full_reversal(streamed, mode):
-    model, original = streamed
+def test_same_bits_as_in_memory_and_full_reversal(offloaded, mode):
+    model, original = offloaded
     objects, names = list(model.parameters()), list(model.state_dict())
     with mode():
         for seed in range(3):
@@ -172,9 +172,9 @@ def test_any_order_of_modules(place, tmp_path):
             assert torch.equal(model(rows(), order), original(rows(), order)), order
 
 
-def test_writes_between_runs_are_seen(streamed):
+def test_writes_between_runs_are_seen(offloaded):
     """Counted ones, and those through `.data`, also to modules that are on the device already."""
-    model, original = streamed
+    model, original = offloaded
     with torch.no_grad():
         for change in (
             lambda weight: weight.mul_(2),
@@ -245,9 +245,9 @@ def test_what_modules_do_with_their_parameters(kind):
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_after_an_error_in_the_forward_everything_is_home(streamed, error):
+def test_after_an_error_in_the_forward_everything_is_home(offloaded, error):
     """After an interrupt at the next run: torch runs no hooks then."""
-    model, original = streamed
+    model, original = offloaded
 
     def fail(module, args):
         raise error("on purpose")
@@ -282,8 +282,8 @@ def test_several_threads(tmp_path):
         assert all(torch.equal(one, original(rows(seed))) for seed, many in found.items() for one in many)
 
 
-def test_a_deep_copy_runs(streamed):
-    model, original = streamed
+def test_a_deep_copy_runs(offloaded):
+    model, original = offloaded
     with torch.no_grad():
         model(rows())
         twin = copy.deepcopy(model)
@@ -332,7 +332,7 @@ def test_refusals(tmp_path):
             apply_plan(tied, streaming(tied, "cpu:0", "cpu", BLOCKS[:1]))
         mixed = dict.fromkeys(["first", "last", "blocks.0.up", "blocks.0.scale", *BLOCKS[1:]], "cpu:0")
         mixed["blocks.0.down"] = "cpu:1"
-        plan = dataclasses.replace(Plan.from_device_map(mixed), streamed={"blocks.0": "cpu"})
+        plan = dataclasses.replace(Plan.from_device_map(mixed), offloaded={"blocks.0": "cpu"})
         with pytest.raises(PlanError, match=r"streams 'blocks.0' .* several devices"):
             apply_plan(model, plan)
         training = streaming(model, "cpu:0", "cpu", workload=autoshard.Workload(mode="training"))
@@ -437,6 +437,6 @@ def test_generate_is_token_equal_with_everything_streamed(case, tmp_path):
         with autoshard.simulate("1x16MiB"):
             model = case.model()
             plan = Plan.from_device_map({"": device})
-            plan = dataclasses.replace(plan, streamed={unit.path: place for unit in division})
+            plan = dataclasses.replace(plan, offloaded={unit.path: place for unit in division})
             apply_plan(on_disk(model, tmp_path), plan)
             assert torch.equal(generate(model), expected), (device, place)

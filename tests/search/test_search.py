@@ -110,7 +110,7 @@ def test_sequences_in_parts_have_whole_logits_where_apply_makes_them():
     task = task_on("4xA100-40GB", samples=1, tokens=65536, given=Fixed(mesh={"cp": 4}))
     recipe = search(task).ranking[0].recipe
     assert recipe.cp == 4 and not recipe.loss_parallel
-    whole, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)).figures for parallel in (False, True))
+    whole, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)).estimate for parallel in (False, True))
     assert isinstance(whole, StepEstimate) and isinstance(parts, StepEstimate)
     at_loss = [next(one for one in each.memory.curve if one.name == "loss").transient for each in (whole, parts)]
     assert at_loss == pytest.approx([65536 * 4096 * 16, 65536 * 4096 * 4]) and whole.seconds > parts.seconds

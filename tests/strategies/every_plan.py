@@ -84,8 +84,8 @@ def placements(request: Request) -> Iterator[Plan]:
         for devices, runs in product(orders(request.limited, count), partitions(size, count)):
             of_unit = {u: device.name for device, run in zip(devices, runs, strict=True) for u in range(*run)}
             placed = paths_of(request, of_unit)
-            aligned = flow(request.profile.graph, placed).aligned
-            yield bare(request, "balanced", devices=rows, placements=placed, aligned=aligned)
+            mixed_device = flow(request.profile.graph, placed).mixed_device
+            yield bare(request, "balanced", devices=rows, placements=placed, mixed_device=mixed_device)
 
 
 def replicas(request: Request) -> Iterator[Plan]:

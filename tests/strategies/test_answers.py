@@ -111,7 +111,7 @@ def test_experts_go_to_the_cpu_and_attention_does_not(profile: Profile) -> None:
     cluster = home(profile, 0.7)
     plan = make_plan(profile, cluster)
     figures = autoshard.estimate(plan, profile, cluster)
-    assert figures.fits and not plan.streamed
+    assert figures.fits and not plan.offloaded
     on_cpu = [i for i in range(LAYERS) if device_of(plan, f"model.layers.{i}.mlp.experts") == "cpu"]
     assert 0 < len(on_cpu) < LAYERS
     for i in range(LAYERS):
@@ -160,7 +160,7 @@ def full_size(kind: str) -> nn.Module:
 def test_30b_at_home_has_attention_on_cards_and_cold_experts_on_the_cpu() -> None:
     workload = Workload(batch_size=1, sequence_length=512, new_tokens=256)
     plan = autoshard.plan(full_size("mixture"), "2xRTX4090,cpu=96GiB", workload=workload)
-    assert not plan.streamed
+    assert not plan.offloaded
     for i in range(48):
         assert device_of(plan, f"model.layers.{i}.self_attn.q_proj").startswith("cuda")
         assert device_of(plan, f"model.layers.{i}.mlp.gate").startswith("cuda")
@@ -173,7 +173,7 @@ def test_30b_at_home_has_attention_on_cards_and_cold_experts_on_the_cpu() -> Non
 def test_70b_at_home_is_streamed_but_for_its_table_and_4_bit_is_named() -> None:
     workload = Workload(batch_size=1, sequence_length=512, new_tokens=256)
     plan = autoshard.plan(full_size("dense"), "2xRTX4090,cpu=192GiB", workload=workload)
-    assert len(plan.streamed) > 40 and all(path.startswith("model.layers.") for path in plan.streamed)
+    assert len(plan.offloaded) > 40 and all(path.startswith("model.layers.") for path in plan.offloaded)
     assert device_of(plan, "model.embed_tokens") == "cpu"
     assert any("--dtype int4" in reason for reason in plan.reasons)
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.axes.groups import AxisGroup, AxisGroups, Blocked
+from autoshard.axes.groups import AxisGroup, AxisGroups, Unshardable
 from autoshard.axes.regions import Region
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Link
@@ -47,7 +47,7 @@ def net_groups(depth=4, size=4 * WIDTH):
     head = group(1, size=512, nbytes=512 * WIDTH * 4, names=("head.weight",), gathered=4096)
     return AxisGroups(
         groups=(inner, head),
-        blocked=(Blocked(name="embed.weight", dim=0, reason="embedding says no"),),
+        unshardable=(Unshardable(name="embed.weight", dim=0, reason="embedding says no"),),
         regions=(Region(path="", ops=(), paths=("",)), Region(path="blocks.0", ops=(), paths=blocks)),
     )
 
@@ -134,7 +134,7 @@ def test_slices_that_do_not_divide_are_shared_as_evenly_as_they_go(profile):
 
 
 def test_a_degree_that_nothing_allows(profile):
-    found = AxisGroups(groups=(group(0, size=25),), blocked=(), regions=())
+    found = AxisGroups(groups=(group(0, size=25),), unshardable=(), regions=())
     with pytest.raises(PlanError, match=r"into equal parts over 2 devices\. .*allow: 5, 25\."):
         column_parallel(profile, alike(2), found, prove, degree=2, even=True)
     with pytest.raises(PlanError, match="Ask for 1 to 2"):
@@ -166,5 +166,5 @@ def test_too_little_memory(profile):
 def test_groups_of_two_analyses_never_cut_one_parameter_twice(profile):
     whole = group(0, names=("head.weight", "embed.weight"), nbytes=10**5)
     leaf = group(1, names=("weight",), blocks=("embed",), nbytes=10**5)
-    found = AxisGroups(groups=(whole, leaf), blocked=(), regions=())
+    found = AxisGroups(groups=(whole, leaf), unshardable=(), regions=())
     assert len(column_parallel(profile, alike(2), found, prove, objective="memory").cuts) == 1

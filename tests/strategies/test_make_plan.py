@@ -86,7 +86,7 @@ def test_every_tensor_has_one_device_and_everything_fits(profiles, strategy, obj
         assert None not in entries and set(entries) == set(plan.placements)
         result = price(plan, profile, cluster)
         assert result.fits, [(d.name, d.peak_bytes, d.memory_bytes) for d in result.devices]
-        assert (plan.aligned, plan.written_back) == (result.aligned, result.written_back)
+        assert (plan.mixed_device, plan.written_back) == (result.mixed_device, result.written_back)
         assert plan.reasons and plan.fingerprint == profile.graph.fingerprint
 
 
@@ -143,7 +143,7 @@ def test_a_disk_computes_nothing(profiles) -> None:
         make_plan(profiles["inference"], parse_devices({"disk": "9GiB"}))
     alone = make_plan(profiles["inference"], parse_devices({"cpu": "1GiB"}))
     beside = make_plan(profiles["inference"], parse_devices({"cpu": "1GiB", "disk": "9GiB"}))
-    assert beside.placements == alone.placements and not beside.streamed
+    assert beside.placements == alone.placements and not beside.offloaded
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

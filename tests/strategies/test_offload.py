@@ -1,4 +1,4 @@
-"""Plans with streamed modules on recorded models: complete, within all memory by a count of our own, and explained."""
+"""Plans with offloaded modules on recorded models: complete, within all memory by a count of our own, and explained."""
 
 import re
 from itertools import pairwise
@@ -17,7 +17,7 @@ from autoshard.plan.placement import covering_entry
 from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
 from autoshard.strategies import make_plan
-from autoshard.strategies.streamable import divisions
+from autoshard.strategies.offloadable import divisions
 
 WIDTH = 64
 
@@ -90,33 +90,33 @@ def check(plan: Plan, profile: Profile) -> None:
     limits = {device.name: device.memory_bytes for device in plan.devices}
     for tensor in graph.tensors:
         assert covering_entry(plan.placements, tensor.name) is not None
-    assert set(plan.streamed) <= set(plan.placements)
+    assert set(plan.offloaded) <= set(plan.placements)
     resident: dict[str, int] = dict.fromkeys(limits, 0)
     seen = set()
     for tensor in graph.tensors:
         entry = covering_entry(plan.placements, tensor.name)
         assert entry is not None
-        streamed = tensor.kind == "parameter" and any(is_below(tensor.name, path) for path in plan.streamed)
-        if not streamed and tensor.storage not in seen:
+        offloaded = tensor.kind == "parameter" and any(is_below(tensor.name, path) for path in plan.offloaded)
+        if not offloaded and tensor.storage not in seen:
             seen.add(tensor.storage)
             resident[plan.placements[entry]] += tensor.nbytes
     stored = {
-        store: sum(parameter_bytes(profile, path) for path, kept in plan.streamed.items() if kept == store)
+        store: sum(parameter_bytes(profile, path) for path, kept in plan.offloaded.items() if kept == store)
         for store in ("cpu", "disk")
     }
     for name, limit in limits.items():
-        mine = [parameter_bytes(profile, path) for path in plan.streamed if plan.placements[path] == name]
+        mine = [parameter_bytes(profile, path) for path in plan.offloaded if plan.placements[path] == name]
         assert resident[name] + sum(sorted(mine)[-2:]) + stored.get(name, 0) <= limit
     estimate = autoshard.estimate(plan, profile, parse_devices({d.name: d.memory_bytes for d in plan.devices}))
     assert estimate.fits and estimate.lower_bound_seconds <= estimate.latency_seconds * (1 + 1e-9)
-    if plan.streamed:
+    if plan.offloaded:
         assert estimate.streaming is not None
         assert estimate.streaming.bound_seconds <= estimate.latency_seconds * (1 + 1e-9)
         calls = {module.path: module.calls for module in profile.modules}
-        brought = sum(calls[path] * parameter_bytes(profile, path) for path in plan.streamed)
+        brought = sum(calls[path] * parameter_bytes(profile, path) for path in plan.offloaded)
         assert estimate.streaming.nbytes == brought
     assert Plan.from_json(plan.to_json()) == plan
-    assert plan.device_map == {path: plan.streamed.get(path, device) for path, device in plan.placements.items()}
+    assert plan.device_map == {path: plan.offloaded.get(path, device) for path, device in plan.placements.items()}
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def check(plan: Plan, profile: Profile) -> None:
 )  # fmt: skip
 def test_plans_are_whole_and_fit(profile, request_, strategy, objective) -> None:
     plan = make_plan(profile, parse_devices(request_), strategy=strategy, objective=objective)
-    assert plan.streamed and (plan.strategy, plan.objective) == (strategy, objective)
+    assert plan.offloaded and (plan.strategy, plan.objective) == (strategy, objective)
     check(plan, profile)
     assert any("kept elsewhere" in reason or "faster than computing" in reason for reason in plan.reasons)
 
@@ -137,7 +137,7 @@ def test_plans_are_whole_and_fit(profile, request_, strategy, objective) -> None
 def test_nothing_is_streamed_where_all_fits(profile) -> None:
     for spec in ({"cuda:0": "64MiB", "cpu": "64MiB", "disk": "1GiB"}, {"cpu": "64MiB", "disk": "1GiB"}):
         plan = make_plan(profile, parse_devices(spec))
-        assert not plan.streamed and len(set(plan.placements.values())) == 1
+        assert not plan.offloaded and len(set(plan.placements.values())) == 1
 
 
 def test_which_modules_may_be_streamed(profile) -> None:
@@ -207,7 +207,7 @@ def test_training_with_a_disk_is_refused() -> None:
     with pytest.raises(PlanError, match="in training"):
         make_plan(profile, parse_devices({"cpu": "2MiB", "disk": "1GiB"}))
     plan = make_plan(profile, parse_devices({"cpu": "1GiB", "disk": "1GiB"}))
-    assert not plan.streamed
+    assert not plan.offloaded
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_training_with_a_disk_is_refused() -> None:
     [
         ({"cpu": "150KiB", "disk": "64MiB"}, "cpu"),  # two slots have no room
         ({"cpu:0": "700KiB", "cpu": "300KiB"}, "cpu"),  # no place for all
-        ({"cpu:0": "20KiB", "cpu": "64MiB"}, "cpu:0"),  # not even what cannot be streamed
+        ({"cpu:0": "20KiB", "cpu": "64MiB"}, "cpu:0"),  # not even what cannot be offloaded
     ],
 )
 def test_a_refusal_says_how_much_lacks_and_that_is_enough(profile, spec, grows) -> None:
@@ -228,7 +228,7 @@ def test_a_refusal_says_how_much_lacks_and_that_is_enough(profile, spec, grows) 
             assert lacks is not None and grows in str(refused)
             more = parse_bytes(lacks[1].replace(" ", ""))
             spec = {**spec, grows: int(parse_bytes(spec[grows]) + more * 1.02 + 1024)}
-    assert plan.streamed
+    assert plan.offloaded
     check(plan, profile)
 
 

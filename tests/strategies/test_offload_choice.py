@@ -91,7 +91,7 @@ def test_equal_blocks_reach_the_bound_whatever_the_room(count: int, ratio: float
 
 
 def test_kinds_of_modules_are_chosen_together() -> None:
-    """A large head keeps two slots busy if it is streamed; if it stays, smaller slots leave room for more blocks."""
+    """A large head keeps two slots busy if it is offloaded; if it stays, smaller slots leave room for more blocks."""
     sizes = [4] * 30 + [20]
     places, seconds = found(modules_of(sizes, [float(size) for size in sizes], 70))
     assert places[30] == RESIDENT and places.count(RESIDENT) == 1 + (70 - 20 - 8) // 4

@@ -8,7 +8,7 @@ PARTS = {
     "optimizer": "#8e5fc2",
     "activations": "#e0a030",
     "cache": "#3aa76d",
-    "streamed": "#2aa5b5",
+    "offloaded": "#2aa5b5",
     "overhead": "#8a8f98",
 }
 KINDS = {

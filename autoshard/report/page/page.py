@@ -14,7 +14,7 @@ from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.compared import STRATEGY_TITLES, strategy_cells
 from autoshard.report.devices import link_rows
-from autoshard.report.figures import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
+from autoshard.report.summary import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
 from autoshard.report.layout import format_number
 from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
 from autoshard.report.page.lanes import events_of, timeline_data
@@ -119,7 +119,12 @@ def _timeline(
 
 def _places_in(plan: Plan, places: Places, path: str) -> object:
     """What makes equal modules different under a plan."""
-    return tuple(places.devices.get(path, {}).items()), places.cut.get(path), plan.streamed.get(path), path in plan.pins
+    return (
+        tuple(places.devices.get(path, {}).items()),
+        places.cut.get(path),
+        plan.offloaded.get(path),
+        path in plan.pins,
+    )
 
 
 def _template() -> "Template":
@@ -237,12 +242,12 @@ def _stages(plan: Plan) -> Table:
 
 
 def _transfers(estimate: Estimate) -> Table:
-    """What moves per pass: tensors by pair of devices, and streamed parameters."""
+    """What moves per pass: tensors by pair of devices, and offloaded parameters."""
     links = estimate.streaming.links if estimate.streaming is not None else ()
     brought = [
         TransferRow(
             source=link.source, destination=link.destination, backward=False, count=link.fetches, nbytes=link.nbytes,
-            seconds=link.seconds, largest=f"parameters of {link.modules} streamed modules",
+            seconds=link.seconds, largest=f"parameters of {link.modules} offloaded modules",
         ) for link in links
     ]  # fmt: skip
     rows = [row.cells for row in (*transfer_rows(estimate.transfers), *brought)]
@@ -315,4 +320,4 @@ def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
 def _decisions(plan: Plan) -> tuple[object, ...]:
     """What makes two plans the same."""
     order = plan.mesh, plan.stages, plan.num_microbatches, plan.schedule
-    return dict(plan.placements), plan.cuts, dict(plan.streamed), *order
+    return dict(plan.placements), plan.cuts, dict(plan.offloaded), *order

@@ -1,8 +1,8 @@
 """Which modules may be away from their device between calls, and how the model is divided into such modules.
 
-A module may be streamed if all that ever reads its parameters runs inside its own calls:
+A module may be offloaded if all that ever reads its parameters runs inside its own calls:
 
-    block.up, block.down       read by their own matmuls            each may be streamed, and so may the block
+    block.up, block.down       read by their own matmuls            each may be offloaded, and so may the block
     block.scale                read by the block's own forward      only with the block
     embed, head (tied)         one tensor, two modules              only with a module that holds both
 
@@ -21,8 +21,8 @@ _MOST_DIVISIONS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Streamable:
-    """A module that may be streamed: its parameters' storages (tied ones once), and its calls as (begin, end) ops."""
+class Offloadable:
+    """A module that may be offloaded: its parameters' storages (tied ones once), and its calls as (begin, end) ops."""
 
     path: str
     storages: tuple[int, ...]
@@ -30,15 +30,15 @@ class Streamable:
     calls: tuple[tuple[int, int], ...]
 
 
-def divisions(graph: ModelGraph) -> list[tuple[Streamable, ...]]:
-    """Divide the model into modules that may be streamed, coarsest first; empty if none may be."""
+def divisions(graph: ModelGraph) -> list[tuple[Offloadable, ...]]:
+    """Divide the model into modules that may be offloaded, coarsest first; empty if none may be."""
     able = _streamable(graph)
     children = _children(graph)
     lists = {module.path for module in graph.modules if not module.callable}
     inside_list = {path for path in able if parent(path) in lists}
     over_list = {outer for path in inside_list for outer in above(path)}
 
-    def below(path: str) -> Iterator[Streamable]:
+    def below(path: str) -> Iterator[Offloadable]:
         """The largest modules under a path that are elements of lists, or that hold no such element."""
         for child in children.get(path, ()):
             if child in able and (child in inside_list or child not in over_list):
@@ -46,7 +46,7 @@ def divisions(graph: ModelGraph) -> list[tuple[Streamable, ...]]:
             else:
                 yield from below(child)
 
-    found: list[tuple[Streamable, ...]] = []
+    found: list[tuple[Offloadable, ...]] = []
     division = _apart(list(below("")))
     while division and len(division) <= _MOST_MODULES and len(found) < _MOST_DIVISIONS:
         found.append(tuple(division))
@@ -63,8 +63,8 @@ def divisions(graph: ModelGraph) -> list[tuple[Streamable, ...]]:
     return found
 
 
-def _streamable(graph: ModelGraph) -> dict[str, Streamable]:
-    """Every module that may be streamed, by path."""
+def _streamable(graph: ModelGraph) -> dict[str, Offloadable]:
+    """Every module that may be offloaded, by path."""
     readers, kept = _readers(graph)
     names: dict[int, list[str]] = {}
     for tensor in graph.tensors:  # a module in two places of the tree has its tensors under the names of the first
@@ -87,7 +87,7 @@ def _streamable(graph: ModelGraph) -> dict[str, Streamable]:
     chosen = _chosen_by_data(graph, set(calls))
     uncounted = graph.uncounted
     return {
-        path: Streamable(
+        path: Offloadable(
             path=path,
             storages=tuple(storages),
             nbytes=sum(graph.storages[storage].nbytes for storage in storages),
@@ -106,7 +106,7 @@ def _readers(graph: ModelGraph) -> tuple[dict[int, frozenset[str]], set[int]]:
     of_parameter = {tensor.storage for tensor in graph.tensors if tensor.kind == "parameter"}
     values = graph.values
     readers: dict[int, frozenset[str]] = {}
-    kept = {values[value].storage for value in (*graph.outputs, *graph.state, *graph.lasting)}
+    kept = {values[value].storage for value in (*graph.outputs, *graph.state, *graph.alive_after)}
     for op in graph.ops:
         for value in op.inputs:
             storage = values[value].storage
@@ -118,12 +118,14 @@ def _readers(graph: ModelGraph) -> tuple[dict[int, frozenset[str]], set[int]]:
 
 def _chosen_by_data(graph: ModelGraph, called: set[str]) -> set[str]:
     """Modules that differ in a number of their name, of which this run called some: another run may call others."""
-    alike: dict[tuple[str, str], list[str]] = {}
+    isomorphic: dict[tuple[str, str], list[str]] = {}
     for module in graph.modules:
         if module.path and module.callable:
             name = re.sub("[0-9]+", "0", module.path.rpartition(".")[2])
-            alike.setdefault((parent(module.path), name), []).append(module.path)
-    outer = {path for paths in alike.values() if 0 < len(called.intersection(paths)) < len(paths) for path in paths}
+            isomorphic.setdefault((parent(module.path), name), []).append(module.path)
+    outer = {
+        path for paths in isomorphic.values() if 0 < len(called.intersection(paths)) < len(paths) for path in paths
+    }
     return {
         module.path for module in graph.modules if any(path in outer for path in (module.path, *above(module.path)))
     }
@@ -137,7 +139,7 @@ def _children(graph: ModelGraph) -> dict[str, list[str]]:
     return children
 
 
-def _apart(modules: Sequence[Streamable]) -> list[Streamable]:
+def _apart(modules: Sequence[Offloadable]) -> list[Offloadable]:
     """Leave out modules during whose calls others of them are called, which would need a slot more."""
     spans = sorted((begin, -end, module.path) for module in modules for begin, end in module.calls if end > begin)
     around: set[str] = set()

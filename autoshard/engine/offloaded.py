@@ -1,13 +1,13 @@
 """What a plan costs that keeps some modules away from their device between calls: what is brought, when, and where.
 
-A streamed module is brought to its device for each of its calls, into one of two slots there. While one computes in its
-slot the next one is brought into the other, across the end of a pass too:
+An offloaded module is brought to its device for each of its calls, into one of two slots there. While one computes in
+its slot the next one is brought into the other, across the end of a pass too:
 
     compute   | a |.| b |   c   |.. | a |            "." waits for a fetch: a stall
     slot 1    [ a ][  fetch c   ][ c ][ fetch b …
     slot 2    [fetch b][ b ][fetch a      ][ a ]
 
-* Bytes of a device: the flow's buffers, the parameters of streamed modules only while they are in a slot. Bytes of
+* Bytes of a device: the flow's buffers, the parameters of offloaded modules only while they are in a slot. Bytes of
   "cpu" and "disk": the parameters kept there. What an accelerator reads from the disk goes through `STAGING_BYTES` of
   "cpu".
 * Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call. Each
@@ -48,8 +48,8 @@ PASSES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedPass:
-    """A streamed module: its device, where its parameters are between calls, their storages, and its calls as ops."""
+class OffloadedPass:
+    """A offloaded module: its device, where its parameters are between calls, their storages, and its calls as ops."""
 
     path: str
     device: str
@@ -89,7 +89,7 @@ class Steady:
         return max(self.busy.values())
 
 
-def streamed_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: int) -> tuple[list[Task], list[int]]:
+def offloaded_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: int) -> tuple[list[Task], list[int]]:
     """The tasks of some passes, and the number of the last one of each; fetches are named by their numbers.
 
     The fetch for the call after next on a device begins when a call ends.
@@ -126,25 +126,25 @@ def streamed_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: 
 
 def steady_pass(pieces: Sequence[Piece], fetches: Sequence[Fetch]) -> Steady:
     """Play passes of these pieces, which end with one that frees no slot."""
-    program, ends = streamed_program(pieces, fetches, PASSES)
+    program, ends = offloaded_program(pieces, fetches, PASSES)
     played = play(program)
     half, busy = PASSES // 2, {name: seconds / PASSES for name, seconds in played.busy.items()}
     seconds = (played.ends[ends[-1]] - played.ends[ends[half - 1]]) / half
     return Steady(seconds=max(seconds, *busy.values()), busy=busy)  # what is there at first may hide some of it
 
 
-def estimate_streamed(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow) -> Estimate:
+def estimate_offloaded(plan: Plan, profile: Profile, cluster: Cluster, moves: Flow) -> Estimate:
     """Price the run as it was recorded, again and again; no bound is worked out.
 
     `moves`: the flow of the plan's placements. Raises `PlanError` if the plan streams a module that is not there.
     """
     graph = profile.graph
-    modules = streamed_modules(plan, graph)
+    modules = offloaded_modules(plan, graph)
     moved = with_slots(moves, modules, graph)
     bare = estimate_placed(profile, cluster, moved, plan.objective)
     timed = [module for module in modules if module.store != module.device]
     steady = steady_pass(pass_pieces(profile, cluster, moves, timed), fetches_of(timed, graph, cluster))
-    devices = tuple(_with_streamed(device, modules, graph, cluster, moved) for device in bare.devices)
+    devices = tuple(_with_offloaded(device, modules, graph, cluster, moved) for device in bare.devices)
     links = [seconds for stream, seconds in steady.busy.items() if stream != "compute"]
     return replace(
         bare,
@@ -193,7 +193,7 @@ def without_storages(moves: Flow, storages: Iterable[int]) -> Flow:
     return replace(moves, buffers=replace(rows, **columns))
 
 
-def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[StreamedPass]) -> list[Piece]:
+def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequence[OffloadedPass]) -> list[Piece]:
     """Return what is done between and in the calls of some modules, in order, and after the last."""
     seconds = np.zeros(moves.steps + 1)
     placed = np.array(moves.op_device, np.int64)
@@ -212,7 +212,7 @@ def pass_pieces(profile: Profile, cluster: Cluster, moves: Flow, modules: Sequen
     return [*pieces, Piece(seconds=float(total[-1] - total[at]))]
 
 
-def fetches_of(modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster) -> list[Fetch]:
+def fetches_of(modules: Sequence[OffloadedPass], graph: ModelGraph, cluster: Cluster) -> list[Fetch]:
     """Return what is brought for every call of some modules, in order."""
     each = [
         Fetch(
@@ -224,20 +224,20 @@ def fetches_of(modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Clus
     return [each[index] for _, _, index in calls_in_order(modules, graph)]
 
 
-def calls_in_order(modules: Sequence[StreamedPass], graph: ModelGraph) -> list[tuple[int, int, int]]:
+def calls_in_order(modules: Sequence[OffloadedPass], graph: ModelGraph) -> list[tuple[int, int, int]]:
     """(first op, op after the last, module) of every call of some modules."""
     every = ((begin, end, index) for index, module in enumerate(modules) for begin, end in module.calls)
     return sorted(call for call in every if call[0] not in graph.uncounted)
 
 
-def streamed_modules(plan: Plan, graph: ModelGraph) -> list[StreamedPass]:
-    """Return the streamed modules of a plan with what the graph knows of them. Raises `PlanError` for unknown ones."""
+def offloaded_modules(plan: Plan, graph: ModelGraph) -> list[OffloadedPass]:
+    """Return the offloaded modules of a plan with what the graph knows of them. Raises `PlanError` for unknown ones."""
     known = {module.path for module in graph.modules}
-    unknown = [path for path in plan.streamed if path not in known]
+    unknown = [path for path in plan.offloaded if path not in known]
     if unknown:
         raise PlanError(f"the plan streams {', '.join(unknown[:3])}, but the model has no such module. Plan again.")
     device_of: dict[str, str] = {}
-    storages: dict[str, dict[int, None]] = {path: {} for path in plan.streamed}
+    storages: dict[str, dict[int, None]] = {path: {} for path in plan.offloaded}
     for tensor in graph.tensors:
         path = next((path for path in (tensor.module, *above(tensor.module)) if path in storages), None)
         if path is not None and tensor.kind == "parameter" and tensor.nbytes:
@@ -245,27 +245,27 @@ def streamed_modules(plan: Plan, graph: ModelGraph) -> list[StreamedPass]:
             entry = covering_entry(plan.placements, tensor.name)
             if entry is not None:
                 device_of.setdefault(path, plan.placements[entry])
-    calls: dict[str, list[tuple[int, int]]] = {path: [] for path in plan.streamed}
+    calls: dict[str, list[tuple[int, int]]] = {path: [] for path in plan.offloaded}
     for call in graph.calls:
         if call.path in calls and call.begin not in graph.uncounted:
             calls[call.path].append((call.begin, call.end))
     return [
-        StreamedPass(
+        OffloadedPass(
             path=path, device=device_of[path], store=store, storages=tuple(storages[path]),
             calls=tuple(sorted(calls[path])),
         )
-        for path, store in plan.streamed.items()
+        for path, store in plan.offloaded.items()
         if path in device_of
     ]  # fmt: skip
 
 
-def held_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> int:
+def live_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> int:
     """Return the bytes that storages take on a device that allocates in blocks."""
     return sum(-(-graph.storages[storage].nbytes // block_bytes) * block_bytes for storage in storages)
 
 
-def with_slots(moves: Flow, modules: Sequence[StreamedPass], graph: ModelGraph) -> Flow:
-    """Return the same flow in which parameters of streamed modules take memory only while they are in a slot.
+def with_slots(moves: Flow, modules: Sequence[OffloadedPass], graph: ModelGraph) -> Flow:
+    """Return the same flow in which parameters of offloaded modules take memory only while they are in a slot.
 
     That is from the end of the call before the last one on the device, or from the begin of a pass, to the end of their
     own call:
@@ -287,7 +287,7 @@ def with_slots(moves: Flow, modules: Sequence[StreamedPass], graph: ModelGraph) 
             if place + SLOTS >= len(calls):
                 continue
             after = modules[calls[place + SLOTS][1]]
-            more = held_bytes(after.storages, graph, 1) - held_bytes(modules[index].storages, graph, 1)
+            more = live_bytes(after.storages, graph, 1) - live_bytes(modules[index].storages, graph, 1)
             if more > 0:
                 rows.append((after.storages[0], moves.devices.index(device), more, ends[place] - 1, ends[place]))
     rows += [
@@ -318,8 +318,8 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-def _with_streamed(
-    device: DeviceEstimate, modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster, moves: Flow
+def _with_offloaded(
+    device: DeviceEstimate, modules: Sequence[OffloadedPass], graph: ModelGraph, cluster: Cluster, moves: Flow
 ) -> DeviceEstimate:
     """Tell what the slots hold at the peak from what stays, and add what is kept on the device."""
     slots = 0
@@ -327,9 +327,9 @@ def _with_streamed(
         block, rows = cluster.device(device.name).block_bytes, moves.buffers
         time = moves.peak(device.name, block)[1]
         live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time <= rows.died - 1)
-        streamed = np.isin(rows.storage, [storage for module in modules for storage in module.storages])
-        slots = int((-(-rows.nbytes[live & streamed & ~rows.copied] // block) * block).sum())
-    stored = sum(held_bytes(module.storages, graph, 1) for module in modules if module.store == device.name)
+        offloaded = np.isin(rows.storage, [storage for module in modules for storage in module.storages])
+        slots = int((-(-rows.nbytes[live & offloaded & ~rows.copied] // block) * block).sum())
+    stored = sum(live_bytes(module.storages, graph, 1) for module in modules if module.store == device.name)
     if device.name == "cpu":
         stored += staging_bytes({module.device for module in modules if module.store == "disk"})
     return replace(
@@ -346,12 +346,12 @@ def staging_bytes(devices: Iterable[str]) -> int:
     return sum(STAGING_BYTES for name in devices if not name.startswith("cpu"))
 
 
-def _links(modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster) -> tuple[StreamLink, ...]:
+def _links(modules: Sequence[OffloadedPass], graph: ModelGraph, cluster: Cluster) -> tuple[StreamLink, ...]:
     """What comes over each link in one pass."""
     rows: dict[tuple[str, str], list[float]] = {}
     for module in modules:
         row = rows.setdefault((module.store, module.device), [0, 0, 0, 0.0])
-        times, nbytes = len(module.calls), held_bytes(module.storages, graph, 1)
+        times, nbytes = len(module.calls), live_bytes(module.storages, graph, 1)
         seconds = fetch_seconds(module.storages, graph, cluster, module.store, module.device)
         for i, more in enumerate((1, times, times * nbytes, times * seconds)):
             row[i] += more
@@ -362,7 +362,7 @@ def _links(modules: Sequence[StreamedPass], graph: ModelGraph, cluster: Cluster)
 
 
 def streaming_bound(profile: Profile, cluster: Cluster, objective: str, computing: Sequence[str]) -> float:
-    """Return seconds that no placement with any modules streamed can go below on this cluster.
+    """Return seconds that no placement with any modules offloaded can go below on this cluster.
 
     All that computes, or what the devices have no room for over all of their links.
     """

@@ -21,7 +21,7 @@ def time_rows(plan: Plan, estimate: Estimate, profile: Profile) -> list[Row]:
         found = [(what_is_timed(profile), format_seconds(estimate.latency_seconds), said)]
     if estimate.streaming is not None:
         at = len(found) - bool(estimate.token_seconds)  # below the row of a token
-        found[at:at] = _streamed_rows(estimate)
+        found[at:at] = _offloaded_rows(estimate)
     bubble = estimate.bubble if estimate.pipelining is None else estimate.pipelining.bubble
     if bubble:
         found.append(("devices wait", f"{bubble:.0%}", "of the time, for other stages (the bubble)"))
@@ -61,12 +61,12 @@ def _answer_rows(estimate: Estimate, new_tokens: int) -> list[Row]:
     if estimate.token_seconds:
         found.append(("each further token", format_seconds(estimate.token_seconds), "of every sequence"))
     what = f"{new_tokens} new tokens" if new_tokens > 1 else "1 new token"
-    pace = f"{format_number(estimate.tokens_per_second)} tokens/s of the whole machine"
-    return [*found, (what, format_seconds(estimate.latency_seconds), pace)]
+    remark = f"{format_number(estimate.tokens_per_second)} tokens/s of the whole machine"
+    return [*found, (what, format_seconds(estimate.latency_seconds), remark)]
 
 
-def _streamed_rows(estimate: Estimate) -> list[Row]:
-    """What a pass or a token with streamed modules is made of."""
+def _offloaded_rows(estimate: Estimate) -> list[Row]:
+    """What a pass or a token with offloaded modules is made of."""
     streaming = estimate.streaming
     assert streaming is not None
     seconds, each = estimate.token_seconds or estimate.latency_seconds, "token" if estimate.token_seconds else "pass"
@@ -123,7 +123,7 @@ def used_devices(plan: Plan, estimate: Estimate) -> list[DeviceEstimate]:
     if plan.cuts or plan.mesh is not None:
         names = {device.name for device in plan.devices}
     else:
-        names = {*plan.placements.values(), *plan.streamed.values()}
+        names = {*plan.placements.values(), *plan.offloaded.values()}
     return [device for device in estimate.devices if device.name in names]
 
 
@@ -166,5 +166,5 @@ def _how(plan: Plan, estimate: Estimate) -> str:
     if plan.cuts:
         return f"Parameters are cut over {len(plan.devices)} devices, which all work on the same pass."
     if len(used) == 1:
-        return f"Everything computes on {used[0]}." if not plan.streamed else f"{used[0]} computes everything."
+        return f"Everything computes on {used[0]}." if not plan.offloaded else f"{used[0]} computes everything."
     return f"Whole modules are on {len(used)} devices, which take turns on one input."

@@ -1,4 +1,4 @@
-"""What plans with streamed modules are said to take, against runs on simulated devices and counts by hand."""
+"""What plans with offloaded modules are said to take, against runs on simulated devices and counts by hand."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def made(kib: int, devices: int = 1) -> tuple[Net, Plan, torch.Tensor, dict[str,
 @pytest.mark.parametrize(("kib", "devices"), [(110, 1), (150, 1), (180, 1), (100, 2), (120, 2)])
 def test_peaks_are_those_of_a_run(kib: int, devices: int) -> None:
     model, plan, x, spec = made(kib, devices)
-    assert plan.streamed
+    assert plan.offloaded
     figures = autoshard.estimate(plan, autoshard.profile(model, x), spec)
     with torch.no_grad():
         want = model(x)
@@ -59,11 +59,11 @@ def test_peaks_are_those_of_a_run(kib: int, devices: int) -> None:
         assert found <= told <= 1.05 * found  # a slot is counted from the end of the call before, never later
 
 
-def hand_made(streamed: dict[str, str], device: str = "cuda:0") -> Plan:
+def hand_made(offloaded: dict[str, str], device: str = "cuda:0") -> Plan:
     placements = {"downs": device, "mix": device, "norm": device, **{f"ups.{i}": device for i in range(6)}}
     return Plan(
         strategy="balanced", objective="latency", workload=Workload(), devices=(), placements=placements,
-        streamed=streamed,
+        offloaded=offloaded,
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autoshard.axes.axis import Factor, describe, leaves
+from autoshard.axes.axis import Factor, describe, factors_of
 from autoshard.axes.regions import OUTSIDE, Region
 from autoshard.axes.walk import AxisWalk, Contraction, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
@@ -47,8 +47,8 @@ class Lookup:
         self.differentiable = differentiable(graph)
 
 
-class Places:
-    """Finds the actions of leaves of one region; `shared`: parameters that are read in others too, in other ways."""
+class CommunicationPoints:
+    """Finds the actions of factors of one region; `shared`: parameters that are read in others too, in other ways."""
 
     def __init__(self, lookup: Lookup, region: Region, walk: AxisWalk, shared: frozenset[int]) -> None:
         graph = lookup.graph
@@ -72,58 +72,58 @@ class Places:
         """An op, by its index, for people; -1 stands for what the model is given."""
         return where(self.graph, self.graph.ops[op]) if op >= 0 else "the inputs"
 
-    def is_residual(self, leaf: Factor) -> bool:
-        """Whether a leaf is on something that comes in and on something of the same shape that goes out."""
+    def is_residual(self, factor: Factor) -> bool:
+        """Whether a factor is on something that comes in and on something of the same shape that goes out."""
         shapes = self.graph.values
-        coming = {shapes[value].shape for value in self._incoming if self.walk.cut_dims(value, leaf)}
-        return any(shapes[value].shape in coming for value in self._outgoing if self.walk.cut_dims(value, leaf))
+        coming = {shapes[value].shape for value in self._incoming if self.walk.cut_dims(value, factor)}
+        return any(shapes[value].shape in coming for value in self._outgoing if self.walk.cut_dims(value, factor))
 
-    def actions(self, leaf: Factor) -> tuple[tuple[Action, ...], tuple[str, ...]]:
-        """All actions of a leaf, and the whole parameters whose gradients every rank has a part of.
+    def actions(self, factor: Factor) -> tuple[tuple[Action, ...], tuple[str, ...]]:
+        """All actions of a factor, and the whole parameters whose gradients every rank has a part of.
 
         Raises `Unplaceable`.
         """
         try:
-            return self._actions(leaf, smallest=True)
+            return self._actions(factor, smallest=True)
         except Unplaceable:  # a small module may be called for other tensors as well
-            return self._actions(leaf, smallest=False)
+            return self._actions(factor, smallest=False)
 
-    def _actions(self, leaf: Factor, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
+    def _actions(self, factor: Factor, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
         found: dict[Action, set[int]] = {}
-        few = self._little_sums(leaf)
+        few = self._little_sums(factor)
 
         def note(actions: Iterable[tuple[Action, int]]) -> None:
             for action, call in actions:
                 found.setdefault(action, set()).add(call)
 
         for value in self._incoming:
-            for dim in self.walk.cut_dims(value, leaf):
-                axis = describe(self.walk.axes[value][dim], leaf)
+            for dim in self.walk.cut_dims(value, factor):
+                axis = describe(self.walk.axes[value][dim], factor)
                 readers = [op for op in self._readers.get(value, ()) if op in self._inside]
                 note(self._entering("slice", value, readers, dim, axis, smallest))
         for contraction in self.walk.contractions:
-            if leaf in leaves(contraction.axis):
-                note(self._reduction(contraction, leaf, contraction.op in few))
-        for op, value in self.walk.draws:
-            for dim in self.walk.cut_dims(value, leaf):
-                note(self._drawing(op, value, dim, describe(self.walk.axes[value][dim], leaf)))
-        entering, staying, summed = self._crossings(leaf)
+            if factor in factors_of(contraction.axis):
+                note(self._reduction(contraction, factor, contraction.op in few))
+        for op, value in self.walk.random_calls:
+            for dim in self.walk.cut_dims(value, factor):
+                note(self._drawing(op, value, dim, describe(self.walk.axes[value][dim], factor)))
+        entering, staying, summed = self._crossings(factor)
         for value, readers in entering.items():
-            note(self._entering("enter", value, readers, 0, "", smallest and self.region.path == OUTSIDE))
+            note(self._entering("copy_to", value, readers, 0, "", smallest and self.region.path == OUTSIDE))
         for value in staying:
-            note(self._leaving("leave", value, 0, ""))
+            note(self._leaving("copy_from", value, 0, ""))
         for value in self._outgoing:
-            for dim in self.walk.cut_dims(value, leaf):
-                note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], leaf)))
+            for dim in self.walk.cut_dims(value, factor):
+                note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], factor)))
         return tuple(self._checked(found)), summed
 
-    def sum_at(self, leaf: Factor, op: int) -> list[Action]:
-        """The actions of the sums over a leaf that one op makes."""
-        few = self._little_sums(leaf)
+    def sum_at(self, factor: Factor, op: int) -> list[Action]:
+        """The actions of the sums over a factor that one op makes."""
+        few = self._little_sums(factor)
         return [
             action
-            for one in self.walk.contractions if one.op == op and leaf in leaves(one.axis)
-            for action, _ in self._reduction(one, leaf, op in few)
+            for one in self.walk.contractions if one.op == op and factor in factors_of(one.axis)
+            for action, _ in self._reduction(one, factor, op in few)
         ]  # fmt: skip
 
     def entering_at(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[Action]:
@@ -133,55 +133,55 @@ class Places:
             found.setdefault(action, set()).add(call)
         return self._checked(found)
 
-    def entries_of(self, leaf: Factor, value: int) -> list[Action]:
-        """The actions that a leaf has where a value enters its cut, wherever they may have been put."""
-        readers = self._crossings(leaf)[0].get(value, [])
-        found = (self._entering("enter", value, readers, 0, "", smallest) for smallest in (False, True))
+    def entries_of(self, factor: Factor, value: int) -> list[Action]:
+        """The actions that a factor has where a value enters its cut, wherever they may have been put."""
+        readers = self._crossings(factor)[0].get(value, [])
+        found = (self._entering("copy_to", value, readers, 0, "", smallest) for smallest in (False, True))
         return [action for actions in found for action, _ in actions]
 
-    def sent_bytes(self, leaf: Factor) -> tuple[int, int, int]:
+    def sent_bytes(self, factor: Factor) -> tuple[int, int, int]:
         """Bytes in one forward: of what is summed over ranks, of what each gives to be added up by all (see
         `_little_sums`), of what is put together."""
-        sums, few = self._sums(leaf), self._little_sums(leaf)
+        sums, few = self._sums(factor), self._little_sums(factor)
         added = sum(sums[op] for op in few)
-        return sum(sums.values()) - added, added, sum(self._gathers(leaf))
+        return sum(sums.values()) - added, added, sum(self._gathers(factor))
 
-    def _sums(self, leaf: Factor) -> dict[int, int]:
-        """Ops that sum over a leaf -> bytes."""
-        due = {contraction.op for contraction in self.walk.contractions if leaf in leaves(contraction.axis)}
-        return {op: sum(self.graph.values[value].nbytes for value in self.graph.ops[op].outputs) for op in due}
+    def _sums(self, factor: Factor) -> dict[int, int]:
+        """Ops that sum over a factor -> bytes."""
+        ops = {contraction.op for contraction in self.walk.contractions if factor in factors_of(contraction.axis)}
+        return {op: sum(self.graph.values[value].nbytes for value in self.graph.ops[op].outputs) for op in ops}
 
-    def _gathers(self, leaf: Factor) -> list[int]:
-        return [self.graph.values[value].nbytes for value in self._outgoing if self.walk.cut_dims(value, leaf)]
+    def _gathers(self, factor: Factor) -> list[int]:
+        return [self.graph.values[value].nbytes for value in self._outgoing if self.walk.cut_dims(value, factor)]
 
-    def _little_sums(self, leaf: Factor) -> set[int]:
+    def _little_sums(self, factor: Factor) -> set[int]:
         """Ops that sum the elements of a tensor to so little that it is gathered from all ranks and added up there.
 
         That is one message where an all-reduce takes two, one after the other. It is more to send: so it is done where
         the summands of many ranks together are no more than what else is sent at once for this cut. One number per row
         always is. Of the calls of a function in a module all are little, or none.
         """
-        sums = self._sums(leaf)
-        most = max([*sums.values(), *self._gathers(leaf)], default=0)
+        sums = self._sums(factor)
+        most = max([*sums.values(), *self._gathers(factor)], default=0)
         places: dict[int, tuple[str, str]] = {}
         for op in sums:
             site = self._site(op)
             if site is not None and site.function == name_of(self.graph.ops[op]) and site.function in _OF_ELEMENTS:
                 places[op] = self.graph.calls[site.call].path, site.function
-        much = {place for op, place in places.items() if sums[op] * min(leaf.size, _MANY) > most}
+        much = {place for op, place in places.items() if sums[op] * min(factor.size, _MANY) > most}
         return {op for op, place in places.items() if place not in much}
 
     # ---- what needs an action
 
-    def _crossings(self, leaf: Factor) -> tuple[dict[int, list[int]], list[int], tuple[str, ...]]:
+    def _crossings(self, factor: Factor) -> tuple[dict[int, list[int]], list[int], tuple[str, ...]]:
         """Where gradients change between whole (the same on every rank) and partial (their sum is the true one).
 
         Returns uncut activations with the ops that read them together with cut ones; uncut activations made of parts
         that all ranks keep, which leave the region; and parameters that stay whole and get partial gradients.
         """
-        addends = {(c.op, c.addend) for c in self.walk.contractions if c.addend >= 0 and leaf in leaves(c.axis)}
-        summing = {c.op for c in self.walk.contractions if leaf in leaves(c.axis)}
-        cut = {value for value, axes in self.walk.axes.items() if any(leaf in leaves(axis) for axis in axes)}
+        addends = {(c.op, c.addend) for c in self.walk.contractions if c.addend >= 0 and factor in factors_of(c.axis)}
+        summing = {c.op for c in self.walk.contractions if factor in factors_of(c.axis)}
+        cut = {value for value, axes in self.walk.axes.items() if any(factor in factors_of(axis) for axis in axes)}
         partial = set(cut)
         found: dict[int, list[int]] = {}
         for index in self.region.ops:
@@ -210,7 +210,7 @@ class Places:
 
     # ---- the places
 
-    def _reduction(self, contraction: Contraction, leaf: Factor, gathered: bool) -> list[tuple[Action, int]]:
+    def _reduction(self, contraction: Contraction, factor: Factor, gathered: bool) -> list[tuple[Action, int]]:
         op = self.graph.ops[contraction.op]
         site = self._site(contraction.op)
         if site is None:
@@ -226,7 +226,7 @@ class Places:
                 raise Unplaceable(f"{self.where(contraction.op)} adds what {site.function} was not given")
             self._check_added_only(contraction)
         kind = "lookup" if contraction.lookup else "mean" if contraction.mean else "reduce"
-        axis = describe(contraction.axis, leaf) if kind != "reduce" else ""
+        axis = describe(contraction.axis, factor) if kind != "reduce" else ""
         return [(replace(self._at(site, kind, results[0], 0, axis, addend), gathered=gathered), site.call)]
 
     def _check_added_only(self, contraction: Contraction) -> None:
@@ -290,9 +290,9 @@ class Places:
         calls: dict[str, int] = {}
         for call in self.graph.calls:
             calls[call.path] = calls.get(call.path, 0) + 1
-        for action, due in found.items():
+        for action, ops in found.items():
             path = join(self.region.path, action.module)
-            if len(due) != calls[path]:
+            if len(ops) != calls[path]:
                 raise Unplaceable(f"{path or 'the model'} is called in different ways")
         return list(found)
 

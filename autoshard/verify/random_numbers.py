@@ -16,7 +16,7 @@ PATIENCE = 10_000
 """After so many calls numbers are drawn as ever: code may draw until it finds another one."""
 
 
-class SteadyDraws(DispatchMode):
+class SameRandomNumbers(DispatchMode):
     """Answers ops that draw random numbers; `count` is how many did."""
 
     def __init__(self) -> None:
