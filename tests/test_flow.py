@@ -75,7 +75,7 @@ def measured_peaks(model, inputs, placements, found, graph, training):
     )  # fmt: skip
     with autoshard.simulate("3x1GiB") as devices:
         apply_plan(model, plan)
-        inputs = map_tensors(inputs, lambda tensor: tensor.to(found.homes.homes[""]))
+        inputs = map_tensors(inputs, lambda tensor: tensor.to(found.execution_devices.devices[""]))
         gc.collect()
         gc.disable()
         try:

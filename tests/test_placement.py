@@ -12,22 +12,22 @@ TENSORS = ["embed.weight", "layers.0.scale", "layers.0.mlp.weight", "layers.1.ml
 
 
 def test_mixed_modules_take_their_own_first_tensor_or_else_their_first_child():
-    homes = resolve_execution_devices(
+    execution_devices = resolve_execution_devices(
         {"embed": "a", "layers.0.scale": "b", "layers.0.mlp": "c", "layers.1": "c", "head": "a"}, MODULES, TENSORS
     )
-    assert homes.mixed == {"", "layers", "layers.0"}
-    assert homes.homes == {
+    assert execution_devices.mixed == {"", "layers", "layers.0"}
+    assert execution_devices.devices == {
         "": "a", "embed": "a", "layers": "b", "layers.0": "b", "layers.0.mlp": "c", "layers.1": "c",
         "layers.1.mlp": "c", "head": "a",
     }  # fmt: skip
-    assert homes.hooked == ("", "embed", "layers", "layers.0", "layers.0.mlp", "layers.1", "head")
+    assert execution_devices.hooked == ("", "embed", "layers", "layers.0", "layers.0.mlp", "layers.1", "head")
 
 
 def test_elements_are_hooked_where_a_list_of_modules_has_no_forward():
-    homes = resolve_execution_devices(
+    execution_devices = resolve_execution_devices(
         {"embed": "a", "layers": "b", "head": "b"}, MODULES, TENSORS, uncallable=["layers"]
     )
-    assert homes.hooked == ("", "embed", "layers.0", "layers.1", "head")
+    assert execution_devices.hooked == ("", "embed", "layers.0", "layers.1", "head")
     assert resolve_execution_devices({"": "a"}, MODULES, TENSORS, uncallable=["layers"]).hooked == ("",)
 
 
@@ -36,8 +36,8 @@ def test_what_has_a_list_of_layers_is_hooked_in_a_mixed_model_wherever_it_is():
                "inner.tower.layers.0.experts"]  # fmt: skip
     tensors = ["eyes.weight", "inner.weight", "inner.tower.layers.0.experts.0.weight"]
     lists = ["inner.tower.layers", "inner.tower.layers.0.experts"]
-    homes = resolve_execution_devices({"eyes": "a", "inner": "b"}, modules, tensors, uncallable=lists)
-    assert homes.hooked == ("", "eyes", "inner", "inner.tower")
+    execution_devices = resolve_execution_devices({"eyes": "a", "inner": "b"}, modules, tensors, uncallable=lists)
+    assert execution_devices.hooked == ("", "eyes", "inner", "inner.tower")
     assert resolve_execution_devices({"": "a"}, modules, tensors, uncallable=lists).hooked == ("",)
 
 
@@ -47,25 +47,25 @@ def test_a_tensor_without_an_entry_is_refused_by_name():
 
 
 def test_tied_tensors_live_with_their_first_name_but_homes_follow_entries():
-    homes = resolve_execution_devices({"embed": "a", "layers": "a", "head": "b"}, MODULES, TENSORS)
-    assert homes.homes["head"] == "b"
-    assert tensor_devices(homes, [("embed.weight", "head.weight")])["head.weight"] == "a"
+    execution_devices = resolve_execution_devices({"embed": "a", "layers": "a", "head": "b"}, MODULES, TENSORS)
+    assert execution_devices.devices["head"] == "b"
+    assert tensor_devices(execution_devices, [("embed.weight", "head.weight")])["head.weight"] == "a"
 
 
 def test_a_shared_module_is_hooked_at_its_first_place_only():
     modules = ["", "a", "a.shared", "b"]
     tensors = ["a.shared.weight", "b.shared.weight", "b.bias"]
-    homes = resolve_execution_devices({"a": "x", "b.shared": "y", "b.bias": "x"}, modules, tensors)
-    assert homes.homes["b"] == "x"
-    assert "b" in homes.mixed
-    assert "b.shared" not in homes.hooked
+    execution_devices = resolve_execution_devices({"a": "x", "b.shared": "y", "b.bias": "x"}, modules, tensors)
+    assert execution_devices.devices["b"] == "x"
+    assert "b" in execution_devices.mixed
+    assert "b.shared" not in execution_devices.hooked
 
 
 @given(st.dictionaries(st.sampled_from([t.rpartition(".")[0] for t in TENSORS]), st.sampled_from("xyz"), min_size=1))
 def test_homes_are_devices_of_tensors_below(placements):
     placements = {"": "w", **placements}
-    homes = resolve_execution_devices(placements, MODULES, TENSORS)
-    for path, home in homes.homes.items():
-        below = {d for name, d in homes.entries.items() if not path or name.startswith(path + ".")}
+    execution_devices = resolve_execution_devices(placements, MODULES, TENSORS)
+    for path, home in execution_devices.devices.items():
+        below = {d for name, d in execution_devices.entries.items() if not path or name.startswith(path + ".")}
         assert home in below
-        assert (path in homes.mixed) == (len(below) > 1)
+        assert (path in execution_devices.mixed) == (len(below) > 1)

@@ -27,7 +27,7 @@ def groups_of(model, inputs, renamed=False):
     rows = []
     for group in found.groups:
         row = {field.name: getattr(group, field.name) for field in dataclasses.fields(group)}
-        row["leaf"] = row["walk"] = None
+        row["factor"] = row["walk"] = None
         row["blocks"] = tuple(map(old, group.blocks))
         row["summed"] = tuple(map(old, group.summed))
         row["shards"] = tuple(dataclasses.replace(shard, name=old(shard.name)) for shard in group.shards)

@@ -130,9 +130,9 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("function", [torch.nn.functional.dropout, torch.nn.functional.dropout2d])
 def test_masks_that_are_drawn_are_noted(function):
     x = torch.randn(2, 4, 3, 3)
-    assert len(Trial(lambda x: function(x, 0.5, True), x).walk.draws) == 1
-    assert len(Trial(lambda x: function(x, 0.5, True, inplace=True), x).walk.draws) == 1
-    assert not Trial(lambda x: function(x, 0.5, False), x).walk.draws
+    assert len(Trial(lambda x: function(x, 0.5, True), x).walk.random_calls) == 1
+    assert len(Trial(lambda x: function(x, 0.5, True, inplace=True), x).walk.random_calls) == 1
+    assert not Trial(lambda x: function(x, 0.5, False), x).walk.random_calls
 
 
 def test_arguments_that_a_rule_was_not_written_for_block():

@@ -136,7 +136,7 @@ def test_parts_that_are_not_in_order_are_put_together_where_they_are():
         ranks = LocalRanks.of(devices)
         axis = Axis.of(ranks, "2x*4", (2, 2))
         whole = torch.arange(8.0, device=devices[0])
-        part = axis.take(spread(whole, devices), 0)
+        part = axis.own_part(spread(whole, devices), 0)
         assert [one.tolist() for one in part.parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
         assert axis.gather(part, 0).agreed().tolist() == whole.tolist()
 
@@ -160,7 +160,7 @@ def test_parts_of_another_batch(shares):
 
     def work(ranks):
         axis = Axis.of(ranks, "2x*4", shares)
-        part = axis.sized(12).take(whole, 0)
+        part = axis.sized(12).own_part(whole, 0)
         assert part.shape[0] == 3 * shares[ranks.rank]
         return axis.sized_by_part(part.shape[0]).gather(part, 0)
 

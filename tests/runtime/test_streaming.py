@@ -388,14 +388,14 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
 def test_copies_larger_than_the_staging_buffers(monkeypatch):
     monkeypatch.setattr("autoshard.runtime.pinned.BUFFER_BYTES", 1000)
     carrier = Carrier(torch.device("cpu"), by_stream=True)
-    homes = [
+    stored = [
         torch.randn(50, 33),
         torch.randn(3).bfloat16(),
         torch.tensor(2.0),
         torch.empty(0, 4),
         torch.randn(700).half(),
     ]
-    for made, home in zip(carrier.take(carrier.begin(homes)), homes, strict=True):
+    for made, home in zip(carrier.take(carrier.begin(stored)), stored, strict=True):
         assert (torch.equal(made, home) and made.data_ptr() != home.data_ptr()) or not home.numel()
 
 

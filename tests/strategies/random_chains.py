@@ -60,7 +60,7 @@ def random_chain(seed: int, *, per_pair: bool | None = None, max_units: int = 7,
         edge_tensor=np.array([e[0] for e in edges], int), edge_unit=np.array([e[1] for e in edges], int),
         ties=tuple(ties), duplicate_ties=bool(flags[9] < 0.7), capacity_bytes=capacity,
         link_seconds=latency.astype(float), link_bytes_per_second=bandwidth.astype(float),
-        pins=pins, home=int(rng.integers(0, units)) if flags[0] > 0.8 else 0,
+        pins=pins, root_unit=int(rng.integers(0, units)) if flags[0] > 0.8 else 0,
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def group(index, *, size=8, nbytes=1000, blocks=("",), names=("head.weight",), c
     return AxisGroup(
         index=index, blocks=blocks, size=size, actions=tuple(actions), summed=(), nbytes=nbytes, flops=0,
         shards=tuple(Shard(name=name, dim=int("down" in name), axis=f"*{size}") for name in names),
-        reduced_bytes=reduced, gathered_bytes=gathered, conflicts=tuple(conflicts), leaf=None, walk=None,
+        reduced_bytes=reduced, gathered_bytes=gathered, conflicts=tuple(conflicts), factor=None, walk=None,
     )  # fmt: skip
 
 
@@ -165,6 +165,6 @@ def test_too_little_memory(profile):
 
 def test_groups_of_two_analyses_never_cut_one_parameter_twice(profile):
     whole = group(0, names=("head.weight", "embed.weight"), nbytes=10**5)
-    leaf = group(1, names=("weight",), blocks=("embed",), nbytes=10**5)
-    found = AxisGroups(groups=(whole, leaf), unshardable=(), regions=())
+    factor = group(1, names=("weight",), blocks=("embed",), nbytes=10**5)
+    found = AxisGroups(groups=(whole, factor), unshardable=(), regions=())
     assert len(column_parallel(profile, alike(2), found, prove, objective="memory").cuts) == 1

@@ -149,7 +149,7 @@ def test_no_set_of_cuts_is_faster(seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(20, 220, 20))
 def test_no_set_of_cuts_is_faster_of_many(start):
-    """But where memory is so little that the search gives up before it has tried all that might just fit."""
+    """But where memory is so little that single choices decide what fits: the choice goes from all cuts to fewer."""
     gaps = {seed: gap(seed) for seed in range(start, start + 20)}
     beyond = {seed: found for seed, found in gaps.items() if found > AS_GOOD}
-    assert len(beyond) <= 1 and all(found < 1.1 for found in beyond.values()), beyond
+    assert len(beyond) <= 1 and all(found < 1.25 for found in beyond.values()), beyond

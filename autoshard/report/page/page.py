@@ -14,7 +14,6 @@ from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
 from autoshard.report.compared import STRATEGY_TITLES, strategy_cells
 from autoshard.report.devices import link_rows
-from autoshard.report.summary import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
 from autoshard.report.layout import format_number
 from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
 from autoshard.report.page.lanes import events_of, timeline_data
@@ -22,6 +21,7 @@ from autoshard.report.page.places import Places, places_of
 from autoshard.report.page.sources import efficiency, formulas, hardware_rows
 from autoshard.report.ranks import ranks_label
 from autoshard.report.rows import TRANSFER_TITLES, TransferRow, device_runs, module_tree, tied_modules, transfer_rows
+from autoshard.report.summary import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.sizes import Cell
 from autoshard.search.study import Study
