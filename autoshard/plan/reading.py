@@ -57,6 +57,8 @@ def _document(text: str) -> dict[str, Any]:
 
 def _as_written_now(data: dict[str, Any]) -> dict[str, Any]:
     """A document of an earlier version as this one writes it."""
+    if data["version"] < 3:
+        _rename(data)
     data["version"] = PLAN_VERSION
     data.pop("unfolded", None)  # the order in which gradients are added
     mesh, batch = data.get("mesh"), data.get("batch")
@@ -66,6 +68,11 @@ def _as_written_now(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(batch, Mapping) and not batch.get("attributes"):  # what forwards leave in attributes of modules
         left = ("attributes", "kept", "tracked", "cached")
         data["batch"] = {name: value for name, value in batch.items() if name not in left}
+    return data
+
+
+def _rename(data: dict[str, Any]) -> None:
+    """Give fields and actions of versions 1 and 2 their present names."""
     for name, now in RENAMED_FIELDS.items():
         if name in data:
             data[now] = data.pop(name)
@@ -75,7 +82,6 @@ def _as_written_now(data: dict[str, Any]) -> dict[str, Any]:
         for action in actions if isinstance(actions, list) else ():
             if isinstance(action, dict) and isinstance(action.get("kind"), str):
                 action["kind"] = RENAMED_ACTIONS.get(action["kind"], action["kind"])
-    return data
 
 
 def _check_complete(data: Mapping[str, Any]) -> None:

@@ -322,6 +322,16 @@ def test_a_mesh_of_version_1_is_read():
     assert Plan.from_json(json.dumps(data)).mesh == Mesh(fsdp=4)
 
 
+def test_names_of_version_2_are_read():
+    offloaded = dataclasses.replace(PLACED, offloaded={"head": "cpu"})
+    data = json.loads(offloaded.to_json())
+    data["version"], data["streamed"], data["aligned"] = 2, data.pop("offloaded"), data.pop("mixed_device")
+    assert Plan.from_json(json.dumps(data)) == offloaded
+    entering = dataclasses.replace(HEADS, actions=(Action(kind="copy_to", module="a"),))
+    text = dataclasses.replace(CUT, cuts=(entering, PLAIN)).to_json().replace('"copy_to"', '"enter"')
+    assert Plan.from_json(json.dumps({**json.loads(text), "version": 2})).cuts[0] == entering
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -45,9 +45,9 @@ def price_all(chain: Chain, place: np.ndarray) -> dict[str, np.ndarray]:
         seconds[:, device] = (here * chain.seconds[device]).sum(1)
         memory[:, device] = (here * chain.resident_bytes).sum(1) + (here * chain.transient_bytes).max(1)
     used = np.stack([(place == device).any(1) for device in range(devices)], 1)
-    outer = np.concatenate([place, place[:, [chain.home]]], 1)
+    outer = np.concatenate([place, place[:, [chain.root_unit]]], 1)
     for tensor, source in enumerate(chain.tensor_unit):
-        origin = place[:, chain.home] if source < 0 else place[:, source]
+        origin = place[:, chain.root_unit] if source < 0 else place[:, source]
         arrived = np.zeros((count, devices), bool)
         for unit in chain.edge_unit[chain.edge_tensor == tensor]:
             target = outer[:, unit]
