@@ -159,14 +159,14 @@ def _prepare(
     if cut_record(model) is not None:
         raise ApplyError("this model is cut already. Call autoshard.remove(model) first.")
     tensors = named_tensors(model)
-    for name, tensor in tensors.items():
-        if not shapes_only and name not in absent and (tensor.is_meta or isinstance(tensor, torch_private.FakeTensor)):
+    for name in () if shapes_only else tensors.keys() - set(absent):
+        if tensors[name].is_meta or isinstance(tensors[name], torch_private.FakeTensor):
             raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
     for cut in cuts:
         _check_cut(cut, ranks)
     found = find_cut_tensors(model, cuts)
     if isinstance(ranks, ProcessRanks | LocalRanks):  # a check cuts copies of its own
-        check_not_shared(model, {name: tensors[name] for name in found})
+        check_not_shared(model, tensors, found)
     record = CutRecord(
         cuts=cuts,
         ranks=ranks,

@@ -1,7 +1,9 @@
 """What comes from outside of a cut model: modules that share its parameters, and nested tensors of others."""
 
 import gc
-from collections.abc import Mapping
+import sys
+from collections import Counter
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import nn
@@ -11,13 +13,16 @@ from autoshard.errors import ApplyError
 from autoshard.runtime.rank_tensor import NESTED
 
 
-def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
+def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
     """Raise `ApplyError` if a module outside of `model` has one of its tensors that are to be cut, by name."""
+    held = _held_elsewhere(model, tensors, names)
+    if not held:
+        return
     with all_listed():
-        found = _sharing(model, tensors)
+        found = _sharing(model, held)
         if found:
             gc.collect()  # it may be gone but for a cycle
-            found = _sharing(model, tensors)
+            found = _sharing(model, held)
     if found:
         name, other = found
         raise ApplyError(
@@ -26,11 +31,33 @@ def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> N
         )
 
 
-def _sharing(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> tuple[str, str] | None:
+def _held_elsewhere(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[int, str]:
+    """Names of tensors, by id, that something holds besides the modules of `model` and the dict `tensors`.
+
+    Most models are cut before that is so: only then all objects of the process have to be looked through.
+    """
+    alone = {"": torch.empty(0)}
+    usual = sys.getrefcount(alone[""])
+    slots = Counter(
+        id(tensor)
+        for module in model.modules()
+        for tensor in (*module._parameters.values(), *module._buffers.values())
+    )
+    times = Counter(id(tensor) for tensor in tensors.values())
+    return {
+        id(tensors[name]): name
+        for name in names
+        if sys.getrefcount(tensors[name]) > usual - 1 + slots[id(tensors[name])] + times[id(tensors[name])]
+    }
+
+
+def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | None:
+    """The name of a tensor that a module outside of `model` has, and the class of that."""
     inside = {id(module) for module in model.modules()}
-    names = {id(tensor): name for name, tensor in tensors.items()}
-    for other in gc.get_objects():
-        if issubclass(type(other), nn.Module) and id(other) not in inside:
+    everything = gc.get_objects()
+    kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, nn.Module)}
+    for other in everything:
+        if type(other) in kinds and id(other) not in inside:
             owned = vars(other)
             for held in (owned.get("_parameters"), owned.get("_buffers")):
                 for tensor in (held or {}).values():
