@@ -5,6 +5,9 @@ import importlib.util
 import pathlib
 import re
 
+from typer.testing import CliRunner
+
+from autoshard.cli.main import app
 from tests.documents import blocks, run_python
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,7 +26,8 @@ def test_the_picture_is_what_the_command_prints():
     specification.loader.exec_module(terminal)
     shown = re.findall(r"<text [^>]*>(.*?)</text>", terminal.PICTURE.read_text())
     shown = "".join(html.unescape(piece) for piece in shown)
-    printed = re.sub(r"\x1b\[[0-9;]*m", "", terminal.printed())
+    size = {"COLUMNS": str(terminal.WIDTH), "LINES": "60"}
+    printed = CliRunner().invoke(app, terminal.COMMAND.split()[1:], env=size).stdout
     hint = "the picture is old: python docs/figures/terminal.py"
     assert _letters(f"$ {terminal.COMMAND}{printed}") in _letters(shown), hint
     assert terminal.COMMAND in blocks(README.read_text(), "sh")[0]

@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 import autoshard
 from autoshard.cluster.parse import parse_devices
 from autoshard.strategies import make_plan
@@ -29,8 +31,9 @@ def plans() -> list[str]:
     return made
 
 
+@pytest.mark.slow
 def test_byte_identical_in_another_process():
-    """Where sets have another order, too."""
+    """Where sets have another order, too; of one model `test_as_a_process` of the commands looks at it every day."""
     program = "import json; from tests.conformance.test_plans import plans; print(json.dumps(plans()))"
     done = run("-c", program, PYTHONHASHSEED="2" if os.environ.get("PYTHONHASHSEED") != "2" else "1")
     assert done.returncode == 0, done.stderr[-2000:]

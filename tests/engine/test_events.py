@@ -41,8 +41,8 @@ CASES = {
     "cuts": ("2xA100-40GB", "column-parallel", None),
     "unequal cuts": ("2xA100-40GB", "column-parallel", None),
     "cuts in training": ("2xA100-40GB", "column-parallel", TRAINING),
-    "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=64, sequence_length=256)),
-    "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=64, sequence_length=256)),
+    "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=64, sequence_length=64)),
+    "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=64, sequence_length=64)),
     "offloaded": ({"cpu:0": "80KiB", "cpu": "10MiB"}, "auto", None),
     "offloaded to two": ({"cpu:0": "80KiB", "cpu:1": "80KiB", "cpu": "10MiB"}, "auto", None),
 }
@@ -53,7 +53,7 @@ def made(case: str):
     spec, strategy, workload = CASES[case]
     objective = "memory" if "cuts" in case else "throughput" if case in ("placements", "training") else "latency"
     large = case in ("replicas", "pipeline")
-    inputs = torch.zeros(64, 256, dtype=torch.long) if large else INPUTS
+    inputs = torch.zeros(64, 64, dtype=torch.long) if large else INPUTS
     model = Net(width=256 if large else 32).train(workload is not None)
     if case in ("placements", "training"):  # without pins one device is best
         names = parse_devices(spec).names

@@ -1,10 +1,14 @@
 """Lightning's Trainer with autoshard's strategies trains to the weights of one device."""
 
+import importlib.util
+
 import pytest
 
 from tests.scripts import run_script
 
-pytest.importorskip("lightning", reason="lightning is not installed: pip install -e .[lightning]")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("lightning") is None, reason="lightning is not installed: pip install -e .[lightning]"
+)
 
 
 def test_trainer_ends_with_the_weights_of_one_device():

@@ -20,7 +20,7 @@ from autoshard.profile.profile import Profile
 from autoshard.report.document import estimate_data
 from autoshard.strategies import make_plan
 
-EXPERTS, CHOSEN, WIDTH, INNER, LAYERS = 128, 8, 2048, 768, 6
+EXPERTS, CHOSEN, WIDTH, INNER, LAYERS = 128, 8, 2048, 768, 4
 EXPERT_BYTES = EXPERTS * 3 * WIDTH * INNER * 2
 
 
