@@ -39,9 +39,7 @@ def _held_elsewhere(model: nn.Module, tensors: Mapping[str, torch.Tensor], names
     alone = {"": torch.empty(0)}
     usual = sys.getrefcount(alone[""])
     slots = Counter(
-        id(tensor)
-        for module in model.modules()
-        for tensor in (*module._parameters.values(), *module._buffers.values())
+        id(tensor) for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())
     )
     times = Counter(id(tensor) for tensor in tensors.values())
     return {
