@@ -266,3 +266,12 @@ def _patches(walk: Context, x: Seen, kernel: Sequence[int], *args: Any) -> list[
     walk.block(x.axes[-2:], "windows slide along it")
     places = unshardable(walk, (kernel[0] * kernel[1],))[0]
     return [(*x.axes[:-3], (*x.axes[-3], *places), None)]
+
+
+@rule("col2im")
+def _from_patches(walk: Context, x: Seen, size: Sequence[int], kernel: Sequence[int], *args: Any) -> Any:
+    """The other way: (..., channels x places of the kernel, positions of it) -> (..., channels, height, width)."""
+    within = kernel[0] * kernel[1]
+    channels, places = reshape([x.axes[-2]], [x.shape[-2] // within, within], walk.why)
+    walk.block([places, x.axes[-1]], "windows are added along it")
+    return [(*x.axes[:-2], channels, None, None)]

@@ -340,4 +340,5 @@ POOLS = [
     ("ab..->ab..", lambda x: aten.replication_pad2d(x, [1, 2, 0, 1]), (2, 4, 8, 3)),
     ("ab...->ab...", lambda x: aten.replication_pad3d(x, [1, 1, 1, 1, 1, 1]), (2, 4, 3, 3, 3)),
     ("ab..->a(b.).", lambda x: F.unfold(x, 2), (2, 3, 4, 4)),
+    ("a(b.).->ab..", lambda x: F.fold(x, (4, 4), 2), (2, 12, 9)),
 ]
