@@ -325,6 +325,8 @@ def _masked_select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str,
 def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Grouped matrix product: (m, k) or (g, m, k) by (k, n) or (g, k, n); the fake kernel takes bfloat16 only."""
     left, right = args[0], args[1]
+    if any(max(matrix.stride()[-2:]) * matrix.itemsize % 16 for matrix in (left, right)):
+        raise RuntimeError("a grouped product reads rows that are no multiple of 16 bytes, which torch refuses")
     offsets: Any = kwargs.get("offs", args[2] if len(args) > 2 else None)
     dtype = kwargs.get("out_dtype") or (args[4] if len(args) > 4 else None) or left.dtype
     rows, columns = left.shape[-2], right.shape[-1]

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
+from autoshard.errors import CaptureError
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
 from tests.replay import replay
 
@@ -71,6 +72,15 @@ def test_flops_of_experts_and_recurrence():
         graph = capture(encoder, torch.randn(3, 5, 8))
     matrices = 4 * 8 * 8 + 2 * 8 * 16
     assert sum(op.flops for op in graph.ops) == 2 * 3 * 5 * matrices + 4 * 3 * 5 * 5 * 8
+
+
+def test_grouped_products_that_torch_refuses_are_refused():
+    """So that experts are not cut to rows that the kernel does not take."""
+    given = torch.randn(12, 6), torch.randn(2, 6, 8), torch.tensor([4, 12], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="strides should be multiple of 16 bytes"):
+        Grouped()(*given)
+    with pytest.raises(CaptureError, match="multiple of 16 bytes"):
+        capture(Grouped(), given)
 
 
 def test_a_recorded_run_is_a_module_of_fx():

@@ -89,7 +89,7 @@ def train(model: nn.Module, inputs: dict[str, Any], steps: int = 3) -> tuple[dic
 def first_difference(left: Any, right: Any, rounding: float = 0.0) -> str:
     """Where two nested values differ first, for messages; "" if they are the same bit for bit.
 
-    `rounding`: what passes, of the largest value of a tensor, which counts as 0.05 more: sums of large numbers may be 0.
+    `rounding`: what passes, of the largest value of a tensor and 0.05: sums of large numbers may come to nothing.
     """
     ours, theirs = dict(tensors_in(left)), dict(tensors_in(right))
     if list(ours) != list(theirs):
