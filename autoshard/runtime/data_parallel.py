@@ -84,8 +84,7 @@ def apply_replicas(
     the model is then as it was.
     """
     state, error = RankState(), problem
-    tensors = named_tensors(model)
-    originals = {name: tensor.device for name, tensor in tensors.items()}
+    originals = {name: tensor.device for name, tensor in named_tensors(model).items()}
     mesh = plan.mesh
     try:
         if problem is None:

@@ -3,8 +3,6 @@
 Starting processes takes a while, so each start checks several models, on one plan that rank 0 makes.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,10 +61,6 @@ def auto_cuts_where_that_pays(case):
     plan = autoshard.plan(model, slow_devices(2), inputs=inputs, profile=profile)
     assert plan.cuts and all(cut.proof for cut in plan.cuts)
     assert any(reason.startswith("not chosen: placement") for reason in plan.reasons)
-    near = slow_devices(2)
-    far = replace(near, links=tuple(replace(link, latency_seconds=1.0) for link in near.links))
-    plan = autoshard.plan(model, far, inputs=inputs, profile=profile)
-    assert not plan.cuts and any(reason.startswith("not chosen: column-parallel") for reason in plan.reasons)
 
 
 def shared_with_others(case, plan):
@@ -96,6 +90,6 @@ def caches_of_others(case, plan):
 
 def test_two_ranks():
     """Equal to the whole model, on the plan of one of them; and each rank plans alike, while the other waits."""
-    jobs = {"models": (check_models, QUICK[2], CACHES[:2]), "plans": (plans_by_themselves,)}
+    jobs = {"models": (check_models, QUICK[2], CACHES[:1]), "plans": (plans_by_themselves,)}
     one, other = run_ranks(run_jobs, 2, jobs, timeout_seconds=300, group_seconds=120)
     assert one["plans"] == other["plans"]
