@@ -1,9 +1,7 @@
 """Devices on which it pays to cut tiny models."""
 
-import itertools
-
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.device import Device
+from tests.clusters import linked
 
 
 def slow_devices(count, memory_bytes=1 << 34):
@@ -12,8 +10,4 @@ def slow_devices(count, memory_bytes=1 << 34):
         Device(name=f"cpu:{rank}", memory_bytes=memory_bytes, flops_per_second={"default": 1e8}, bytes_per_second=1e9)
         for rank in range(count)
     )
-    links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=1e9, latency_seconds=1e-4)
-        for a, b in itertools.permutations(devices, 2)
-    )
-    return Cluster(devices=devices, links=links)
+    return linked(devices, 1e9, 1e-4)

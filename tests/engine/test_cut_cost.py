@@ -1,7 +1,6 @@
 """Estimates of plans with cuts: equal to what a rank's own run is measured at, when its model is really cut."""
 
 import copy
-import itertools
 from dataclasses import dataclass, replace
 
 import pytest
@@ -13,8 +12,7 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.check.rank import LoneRank
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.device import Device
 from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.engine.pricer import price
@@ -24,6 +22,7 @@ from autoshard.plan.sharding import Cut, Scale
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.strategies.cut_reasons import collectives
+from tests.clusters import linked
 
 INFERENCE, TRAINING = Workload(), Workload(mode="training")
 
@@ -125,11 +124,7 @@ def cluster(count, **figures):
         Device(name=f"cpu:{i}", memory_bytes=1 << 30, flops_per_second={"default": 1e12}, launch_seconds=0.0, **figures)
         for i in range(count)
     )
-    links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=1e10, latency_seconds=1e-5)
-        for a, b in itertools.permutations(devices, 2)
-    )
-    return Cluster(devices=devices, links=links)
+    return linked(devices, 1e10, 1e-5)
 
 
 def plan_of(cuts, count, workload=INFERENCE):

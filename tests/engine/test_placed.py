@@ -1,14 +1,11 @@
 """Estimates: rooflines and links by hand, parts that add up, bounds that hold, units and the chain made of them."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
 
 from autoshard.capture.capture import capture
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.device import Device
 from autoshard.engine.pricer import price
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
@@ -16,6 +13,7 @@ from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.units import find_units
+from tests.clusters import linked
 from tests.models import by_name
 
 INFERENCE, TRAINING = Workload(), Workload(mode="training")
@@ -26,11 +24,7 @@ def device(name, memory=1 << 20, **figures):
 
 
 def cluster(*devices):
-    links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=100.0, latency_seconds=0.5)
-        for a, b in itertools.permutations(devices, 2)
-    )
-    return Cluster(devices=devices, links=links)
+    return linked(devices, 100.0, 0.5)
 
 
 def plan(placements, objective="latency"):

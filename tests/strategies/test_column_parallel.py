@@ -1,6 +1,5 @@
 """column_parallel: what is cut over which devices, and every no has a reason."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,14 +9,14 @@ from torch import nn
 import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, Unshardable
 from autoshard.axes.regions import Region
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.device import Device
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Action, Cut, Refusal, Shard
 from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import column_parallel
 from tests.blocks import Blocks
+from tests.clusters import linked
 
 WIDTH = 256
 
@@ -60,11 +59,7 @@ def device(name, *, memory=10**9, rate=1e12, speed=1e11, host="host0"):
 
 
 def cluster(*devices, latency=1e-6, rate=1e11):
-    links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=rate, latency_seconds=latency)
-        for a, b in itertools.permutations(devices, 2)
-    )
-    return Cluster(devices=devices, links=links)
+    return linked(devices, rate, latency)
 
 
 def alike(count, *, latency=1e-6, rate=1e11, **figures):

@@ -1,19 +1,17 @@
 """data-parallel in one process: shares by speed and memory, how many devices, and what is refused."""
 
-import itertools
-
 import pytest
 import torch
 
 import autoshard
-from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.device import Device
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis, BatchInput
 from autoshard.plan.workload import Workload
 from autoshard.strategies.data_parallel import data_parallel
 from tests.blocks import Blocks
+from tests.clusters import linked
 
 BATCH = BatchAxis(size=12, inputs=(BatchInput(path="x", dim=0, axis="*12"),), outputs=())
 GIB = 1 << 30
@@ -27,11 +25,7 @@ def cluster(speeds, memory=None, link=1e9, latency=1e-7, hosts=None):
         Device(name=name, memory_bytes=size, host=host, launch_seconds=0.0, bytes_per_second=speed * 10,
                flops_per_second={"default": speed}) for name, speed, size, host in rows
     )  # fmt: skip
-    links = tuple(
-        Link(source=a, destination=b, bytes_per_second=link, latency_seconds=latency)
-        for a, b in itertools.permutations(names, 2)
-    )
-    return Cluster(devices=devices, links=links)
+    return linked(devices, link, latency)
 
 
 @pytest.fixture(scope="module")

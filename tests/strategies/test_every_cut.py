@@ -12,14 +12,15 @@ import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
-from autoshard.cluster.cluster import Cluster, plan_device
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.cluster import plan_device
+from autoshard.cluster.device import Device
 from autoshard.engine.cuts import Tracer, estimate_cuts
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import even_shares
 from autoshard.plan.workload import Workload
 from autoshard.strategies.column_parallel import _conflicts, column_parallel
+from tests.clusters import linked
 
 
 class Block(nn.Module):
@@ -81,11 +82,7 @@ def request_of(seed):
             name=f"d:{at}", memory_bytes=devices[0].memory_bytes if alike and at else room,
             flops_per_second={"default": flops * factor}, bytes_per_second=speed * factor, launch_seconds=1e-6,
         ))  # fmt: skip
-    links = tuple(
-        Link(source=a.name, destination=b.name, bytes_per_second=rate, latency_seconds=latency)
-        for a, b in itertools.permutations(devices, 2)
-    )
-    return profile, found, Cluster(devices=tuple(devices), links=links)
+    return profile, found, linked(devices, rate, latency)
 
 
 def plan_of(profile, devices, cuts):

@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Link
+from autoshard.cluster.device import Device
 from autoshard.errors import PlanError
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.workload import Workload
@@ -21,6 +21,7 @@ from autoshard.profile.profile import Profile
 from autoshard.search.planning import candidates_of
 from autoshard.search.request import Request
 from autoshard.strategies.compare import Comparison, compare
+from tests.clusters import linked
 from tests.strategies.every_plan import least_of_all
 
 ROWS = 4
@@ -63,11 +64,7 @@ def cluster_of(rng: np.random.Generator, count: int, need: int) -> Cluster:
             bytes_per_second=1e6 * speed, launch_seconds=float(rng.choice([0.0, 1e-4])) if not at or not equal
             else devices[0].launch_seconds,
         ))  # fmt: skip
-    links = tuple(
-        Link(source=a.name, destination=b.name, latency_seconds=1e-4 / wide, bytes_per_second=1e6 * wide)
-        for a in devices for b in devices if a is not b
-    )  # fmt: skip
-    return Cluster(devices=tuple(devices), links=links)
+    return linked(devices, 1e6 * wide, 1e-4 / wide)
 
 
 def request_of(seed: int, count: int) -> Request:
