@@ -118,7 +118,8 @@ def _layout(module: nn.Module, asked: Dispatched, degree: int) -> tuple[_Layout 
         try:
             difference = _compare(module, layout, asked, degree)
         except Exception as error:
-            difference = f"it does not run with some of its experts: {first_line(error)}"
+            skips = ", and no rows come for the others, which its loop should skip" if layout.members else ""
+            difference = f"it does not run where a rank has some of its experts{skips}: {first_line(error)}"
         if not difference:
             return layout, ""
         reason = reason or difference

@@ -8,10 +8,11 @@ micro-batches and context parallelism, one that is cut by tensor parallelism has
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from typing import Any, Literal, cast
 
-from autoshard.axes.batch import follow
+from autoshard.axes.axis import factors_of, size_of
 from autoshard.axes.communication import Lookup
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.loss import cut_loss
@@ -152,11 +153,11 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True
     Raises `PlanError` where no input has a dimension for the batch.
     """
     graph = walk.graph
-    places = (follow(walk, value, 0) for value in graph.inputs)
-    rows = next((found for found in places if found is not None and found.factor.size == samples), None)
+    majors = (axes[0][:1] for value in graph.inputs if (axes := walk.axes.get(value)))
+    rows = next((set(factors_of(major)) for major in majors if major and size_of(major) == samples), None)
     if rows is None:
         raise PlanError("no input has a dimension for the batch: it can't be priced for other batches.")
-    batch = {value for value in walk.axes if walk.cut_dims(value, rows.factor)}
+    batch = {value for value, axes in walk.axes.items() if not rows.isdisjoint(chain(*map(factors_of, axes)))}
     found, lookup = find_groups(graph), Lookup(graph)
     blocks: list[Block] = []
     seen: set[int] = set()

@@ -212,9 +212,12 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
                     "or use devices that hold a whole replica each."
                 )
         if parameter.dim() == 0 or not parameter.is_contiguous():
-            what = "has no dimension" if parameter.dim() == 0 else "is not contiguous"
+            what, so = (
+                ("has no dimension", "of shape [1]") if parameter.dim() == 0 else ("is not contiguous", "that is")
+            )
             raise ApplyError(
-                f'{name} {what}, and can\'t be sharded by its rows. Plan with another strategy, or "auto".'
+                f"{name} {what}, and torch's fully_shard can't shard it by its rows. Make it a parameter {so}, or plan "
+                "with --mesh of pp and --precision full or pure, where parameters stay whole."
             )
 
 

@@ -16,19 +16,17 @@ def gathered_alone(graph: ModelGraph, layers: Sequence[str]) -> list[str]:
     Each must need what the one before it made: all ranks gather together, so none may run a layer that others skip, as
     experts side by side may.
     """
-    values = {tensor.value: tensor.name for tensor in graph.tensors if tensor.kind == "parameter"}
-    storages = {tensor.storage: values[tensor.value] for tensor in graph.tensors if tensor.value in values}
     elements = frozenset(layers)
-    layer_of = {name: element_of(name, elements) for name in values.values()}
+    layer_of = {one.storage: element_of(one.name, elements) for one in graph.tensors if one.kind == "parameter"}
     foreign = _beside_one_another(graph, layers)
     columns = columns_of(graph)
     reads = columns.inputs
-    for at in np.flatnonzero(np.isin(columns.storage[reads.value], list(storages))).tolist():
-        op, layer = graph.ops[reads.op[at]], layer_of[storages[columns.storage[reads.value[at]]]]
+    for at in np.flatnonzero(np.isin(columns.storage[reads.value], list(layer_of))).tolist():
+        op, layer = graph.ops[reads.op[at]], layer_of[columns.storage[reads.value[at]]]
         if layer and not op.backward and not is_below(graph.calls[op.call].path, layer):
             foreign.add(layer)
     for names in graph.tied():  # one that is registered in two places belongs to both
-        layers_of_it = {layer_of.get(name, "") for name in names}
+        layers_of_it = {element_of(name, elements) for name in names}
         foreign |= layers_of_it if len(layers_of_it) > 1 else set()
     return [path for path in layers if path not in foreign]
 

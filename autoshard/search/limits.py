@@ -99,6 +99,12 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
     _check_degree(mesh.get("tp", 1), limits.tensor, "tp", "the model's matrices can be cut over")
     if mesh.get("pp", 1) > max(limits.layers, 1):
         raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
+    least = 2 * mesh.get("pp", 1)
+    if given.schedule in ("interleaved", "zero-bubble") and limits.layers < least and least > 2:
+        raise PlanError(
+            f"with the schedule {given.schedule} every rank has two stages or more, which takes {least} layers for "
+            f"pp={mesh['pp']}, and the model has {limits.layers}. Plan with --schedule 1f1b, or fewer stages."
+        )
     if given.schedule == "zero-bubble" and mesh.get("pp", 1) > 1 and mesh.get("fsdp", 1) > 1:
         raise PlanError(
             "zero-bubble computes gradients of parameters apart from the others, which torch's fully_shard can't: plan "
@@ -110,7 +116,10 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
         raise PlanError(f"cp={mesh['cp']} does not divide sequences of {limits.tokens} tokens.")
     if mesh.get("ep", 1) > 1:
         if not limits.experts:
-            raise PlanError("ep divides experts, and no experts were found in this model. Leave ep out.")
+            raise PlanError(
+                "ep divides experts, and no experts were found in this model: none of its modules is given rows, "
+                "choices and weights. Leave ep out."
+            )
         degrees = tuple(n for n in range(1, limits.experts + 1) if limits.experts % n == 0)
         _check_degree(mesh["ep"], degrees, "ep", f"{limits.experts} experts can be divided over")
     replicas = mesh.get("dp", 1) * mesh.get("fsdp", 1)

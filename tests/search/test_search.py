@@ -75,7 +75,7 @@ def test_all_processes_that_run_take_part():
         ("fsdp=4", r"has 4 ranks, and there are 8 devices.*fsdp=8 would"),
         ("fsdp=8,tp=3", "has 24 ranks"),
         ("pp=8,tp=16", "has 128 ranks"),
-        ("ep=2,fsdp=8", "no experts were found"),
+        ("ep=2,fsdp=8", "no experts were found.*none of its modules is given rows, choices and weights"),
         ("pp=16", "has 16 ranks"),
     ],
 )
@@ -93,6 +93,11 @@ def test_text_that_is_no_mesh_is_refused(text):
 def test_degrees_that_the_model_does_not_allow_name_those_it_does():
     with pytest.raises(PlanError, match="tp=6 is not possible: the model's matrices can be cut over 1, 2, 4"):
         task_on("6xA100-40GB", given=Fixed(mesh={"tp": 6}))
+
+
+def test_a_schedule_that_needs_more_layers_says_how_many():
+    with pytest.raises(PlanError, match="takes 16 layers for pp=8, and the model has 8"):
+        task_on("8xA100-40GB", given=Fixed(mesh={"pp": 8}, schedule="interleaved"))
 
 
 def test_more_replicas_than_samples_are_refused():
