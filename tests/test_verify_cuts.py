@@ -9,13 +9,13 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError, RankError
-from autoshard.plan import Plan, PlanDevice
+from autoshard.plan import Plan
 from autoshard.plan.sharding import Action, Cut
 from autoshard.plan.workload import Workload
 from autoshard.runtime import is_applied
 from autoshard.verify.verify import verify
 from tests.ranks import run_ranks
-from tests.runtime.cut_models import decoder_cuts, make_decoder, reduce, shard
+from tests.runtime.cut_models import cut_plan, decoder_cuts, make_decoder, reduce, shard
 
 IDS = {"input_ids": torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])}
 
@@ -25,17 +25,9 @@ def decoder() -> nn.Module:
     return make_decoder()
 
 
-def a_plan(cuts, kind="cuda") -> Plan:
-    devices = tuple(PlanDevice(name=f"{kind}:{rank}", memory_bytes=1 << 30) for rank in range(2))
-    return Plan(
-        strategy="column-parallel", objective="latency", workload=Workload(), devices=devices,
-        placements={"": f"{kind}:0"}, cuts=cuts,
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def plan() -> Plan:
-    return a_plan(decoder_cuts(("model.layers.0", "model.layers.1")))
+    return cut_plan(decoder_cuts(("model.layers.0", "model.layers.1")), "cuda")
 
 
 def test_a_cut_decoder_is_equal_to_rounding(decoder):
@@ -119,7 +111,7 @@ HEADS = Cut(
 def test_outputs_that_stay_cut_are_compared_part_by_part(training, monkeypatch):
     torch.manual_seed(0)
     model, x = Remembering().train(training), torch.randn(2, 3, 16)
-    plan = a_plan((HEADS,))
+    plan = cut_plan((HEADS,), "cuda")
     report = verify(model, plan, x, training=training)
     assert report.ok, report.first_difference
     forward = Remembers.forward
@@ -143,13 +135,13 @@ def test_autocast(decoder, plan):
 
 def verified():
     model = make_decoder()
-    found = a_plan(decoder_cuts(("model.layers.0", "model.layers.1")), "cpu")
+    found = cut_plan(decoder_cuts(("model.layers.0", "model.layers.1")))
     wrong = replace(found, cuts=tuple(replace(cut, actions=without_sums(cut)) for cut in found.cuts))
     good, bad = (verify(model, plan, IDS, training=True, new_tokens=3) for plan in (found, wrong))
     torch.manual_seed(0)
-    remembering = verify(Remembering(), a_plan((HEADS,), "cpu"), torch.randn(2, 3, 16), training=True)
+    remembering = verify(Remembering(), cut_plan((HEADS,)), torch.randn(2, 3, 16), training=True)
     with pytest.raises((ApplyError, RankError), match="can't be used here"):
-        verify(Remembering(), a_plan((HEADS,), "hpu"), torch.randn(2, 3, 16))
+        verify(Remembering(), cut_plan((HEADS,), "hpu"), torch.randn(2, 3, 16))
     return good.ok, good.compared, bad.ok, bad.first_difference.module, remembering.ok
 
 

@@ -15,12 +15,12 @@ from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.traced import traced
 from autoshard.errors import ApplyError, CheckpointError
-from autoshard.plan import Plan, PlanDevice
-from autoshard.plan.workload import Workload
+from autoshard.plan import Plan
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import named_tensors, tied_groups
 from tests.runtime.cut_checks import CASES, TOLERANCE, make
+from tests.runtime.cut_models import cut_plan
 
 
 def on_meta(model: nn.Module) -> nn.Module:
@@ -47,14 +47,6 @@ def opened(path) -> tuple[Checkpoint, dict[str, Source]]:
 
 def bytes_of(checkpoint: Checkpoint) -> int:
     return sum(entry.nbytes for entry in checkpoint.entries.values())
-
-
-def cut_plan(name: str, ranks: int) -> Plan:
-    devices = tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=0) for rank in range(ranks))
-    return Plan(
-        strategy="column_parallel", objective="latency", workload=Workload(assumed=True), devices=devices,
-        placements={"": "cpu:0"}, cuts=CASES[name].cuts(ranks),
-    )  # fmt: skip
 
 
 class Tied(nn.Module):
@@ -95,7 +87,7 @@ def test_cut_over_devices_of_one_process(tmp_path, name):
     original = make(name)
     checkpoint, sources = saved(original, tmp_path)
     model = on_meta(original)
-    report = load_applied(model, cut_plan(name, 3), checkpoint, sources)
+    report = load_applied(model, cut_plan(CASES[name].cuts(3)), checkpoint, sources)
     assert report.bytes_read == bytes_of(checkpoint)
     check_cut_model(model, original, name)
 

@@ -17,12 +17,12 @@ from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.engine.pricer import price
 from autoshard.errors import PlanError
-from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.sharding import Cut, Scale
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.strategies.cut_reasons import collectives
 from tests.clusters import linked
+from tests.runtime.cut_models import cut_plan
 
 INFERENCE, TRAINING = Workload(), Workload(mode="training")
 
@@ -127,14 +127,6 @@ def cluster(count, **figures):
     return linked(devices, 1e10, 1e-5)
 
 
-def plan_of(cuts, count, workload=INFERENCE):
-    devices = tuple(PlanDevice(name=f"cpu:{i}", memory_bytes=1 << 30) for i in range(count))
-    return Plan(
-        strategy="column-parallel", objective="latency", workload=workload, devices=devices,
-        placements={"": "cpu:0"}, cuts=cuts,
-    )  # fmt: skip
-
-
 SHARES = {"even": lambda size: (size // 2, size // 2), "uneven": lambda size: (size - size // 4, size // 4)}
 
 
@@ -145,7 +137,7 @@ def test_the_estimate_is_what_a_rank_measures(name, workload, shares):
     make, inputs, _ = CASES[name]
     model = make().train(workload.training)
     cuts = cuts_of(name, SHARES[shares])
-    plan, posed = plan_of(cuts, 2, workload), cluster(2)
+    plan, posed = cut_plan(cuts, workload=workload), cluster(2)
     profile = autoshard.profile(model, inputs, workload=workload)
     found = estimate_cuts(plan, profile, posed)
     traced = trace_cuts(profile.graph, cuts)
@@ -169,7 +161,7 @@ def test_collectives_are_counted_and_priced():
     cuts, posed = cuts_of("words", SHARES["even"]), cluster(2)
     make, inputs, _ = CASES["words"]
     profile = autoshard.profile(make().eval(), inputs, workload=INFERENCE)
-    found = estimate_cuts(plan_of(cuts, 2), profile, posed)
+    found = estimate_cuts(cut_plan(cuts), profile, posed)
     # two per block, the table's lookup, the head
     assert (found.all_reduces, found.all_gathers) == (2 * 2 + 1 + 1, 2) == collectives(cuts)
     states, inner, logits = (12 * width * 4 for width in (64, 96, 48))
@@ -177,16 +169,16 @@ def test_collectives_are_counted_and_priced():
     seconds += 2 * all_gather_seconds(posed, posed.names, inner)
     assert found.collective_seconds == pytest.approx(seconds)
     assert found.latency_seconds == pytest.approx(seconds + found.devices[0].compute_seconds)
-    whole = price(replace(plan_of(cuts, 2), cuts=()), profile, posed, lower_bound_seconds=0.0)
+    whole = price(replace(cut_plan(cuts), cuts=()), profile, posed, lower_bound_seconds=0.0)
     assert found.devices[0].compute_seconds < whole.devices[0].compute_seconds
     trained = autoshard.profile(make(), inputs, workload=TRAINING)
-    assert estimate_cuts(plan_of(cuts, 2, TRAINING), trained, posed).all_reduces == 2 * found.all_reduces
+    assert estimate_cuts(cut_plan(cuts, workload=TRAINING), trained, posed).all_reduces == 2 * found.all_reduces
 
 
 def test_plans_for_others_are_refused():
     cuts = cuts_of("pixels", SHARES["even"])
     profile = autoshard.profile(Words().eval(), CASES["words"][1])
     with pytest.raises(PlanError, match=r"cuts one.*, which this model does not have"):
-        estimate_cuts(plan_of(cuts[:1], 2), profile, cluster(2))
+        estimate_cuts(cut_plan(cuts[:1]), profile, cluster(2))
     with pytest.raises(PlanError, match="the devices are cpu:0"):
-        estimate_cuts(plan_of(cuts, 2), profile, cluster(1))
+        estimate_cuts(cut_plan(cuts), profile, cluster(1))

@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.sharding import Action, Cut, Scale, Shard, even_shares
+from autoshard.plan.workload import Workload
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,13 @@ def uneven_shares(size, ranks):
     """The first rank gets what the others leave; they get less than their share."""
     others = size // (ranks + 1)
     return size - others * (ranks - 1), *[others] * (ranks - 1)
+
+
+def cut_plan(cuts, kind="cpu", **changes):
+    """A plan of these cuts, with a device for each rank."""
+    devices = tuple(PlanDevice(name=f"{kind}:{rank}", memory_bytes=1 << 30) for rank in range(cuts[0].degree))
+    settings = {"strategy": "column-parallel", "objective": "latency", "workload": Workload(), **changes}
+    return Plan(devices=devices, placements={"": devices[0].name}, cuts=cuts, **settings)
 
 
 class Perceptron(nn.Module):

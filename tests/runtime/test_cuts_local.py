@@ -12,7 +12,7 @@ import autoshard
 from autoshard import torch_private
 from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import ApplyError, PlanError
-from autoshard.plan import Plan, PlanDevice
+from autoshard.plan import Plan
 from autoshard.plan.sharding import Action, Cut
 from autoshard.plan.workload import Workload
 from autoshard.runtime import apply_plan, remove
@@ -21,7 +21,7 @@ from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running
 from autoshard.runtime.slices import CutTensor, merge
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, loss_of, make
-from tests.runtime.cut_models import columns, decoder_cuts, make_decoder, shard
+from tests.runtime.cut_models import columns, cut_plan, decoder_cuts, make_decoder, shard
 
 DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
 TWO = LocalRanks.of(["cpu", "cpu"])
@@ -131,11 +131,7 @@ def test_recomputed_layers_have_the_same_gradients(decoder):
 
 
 def plan_of(ranks, mark):
-    devices = tuple(PlanDevice(name=f"cpu:{rank}", memory_bytes=0) for rank in range(ranks))
-    return Plan(
-        strategy="column_parallel", objective="latency", workload=Workload(assumed=True), devices=devices,
-        placements={"": "cpu:0"}, cuts=CASES["perceptron"].cuts(ranks), fingerprint=mark,
-    )  # fmt: skip
+    return cut_plan(CASES["perceptron"].cuts(ranks), workload=Workload(assumed=True), fingerprint=mark)
 
 
 def test_a_plan_for_a_model_that_is_applied_already():
