@@ -137,7 +137,8 @@ def _check_stages(plan: Plan) -> None:
         )
     if not plan.layers and (mesh.sharded or plan.precision == "mixed" or plan.recompute == "selective"):
         raise PlanError(
-            f"{stages} and does not say which layers the model has: an older autoshard made it. Plan again."
+            f"{stages} and names no layers to gather one by one: they share parameters, or an older autoshard made it. "
+            "Plan again, and where they share parameters with --mesh of pp and tp, and --precision full or pure."
         )
     if plan.schedule == "zero-bubble" and shards_stages(plan):
         raise PlanError(

@@ -263,7 +263,7 @@ def test_what_stages_are_not_trained_with_is_refused():
     plan = Plan.from_json(text)
     assert plan.layers == tuple(f"layers.{index}" for index in range(3))
     older = dataclasses.replace(plan, layers=())
-    assert "does not say which layers the model has" in refused(older.to_json())
+    assert "names no layers to gather one by one" in refused(older.to_json())
     apart = dataclasses.replace(plan, schedule="zero-bubble")
     assert "Plan with --schedule 1f1b or interleaved" in refused(apart.to_json())
     with pytest.raises(PlanError, match=re.escape("zero-bubble")):
