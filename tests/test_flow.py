@@ -1,5 +1,6 @@
 """What a run does under a placement: which copies it makes, and what simulated devices count."""
 
+import functools
 import gc
 import random
 import weakref
@@ -94,6 +95,13 @@ def measured_peaks(model, inputs, placements, found, graph, training):
         return {name: devices.memory(name)[1] for name in devices}
 
 
+@functools.cache
+def captured(name, training):
+    """The graph of a case, for all placements of it."""
+    case = by_name(name)
+    return capture(case.model(), case.example(), workload=TRAINING if training else INFERENCE)
+
+
 def placements_of(profile, seed):
     """Every unit on a random device, or (seed 0) three intervals."""
     paths = find_units(profile).paths
@@ -107,13 +115,10 @@ def placements_of(profile, seed):
 @pytest.mark.parametrize("seed", [0, 1], ids=["intervals", "random"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mamba", "adds-to-argument", "three-way-tie", "reads-devices"])
 def test_peaks_are_those_of_simulated_devices(name, seed, training):
-    case = by_name(name)
-    model, inputs = case.model(), case.example()
-    workload = TRAINING if training else INFERENCE
-    graph = capture(model, inputs, workload=workload)
-    placements = placements_of(profile_graph(graph, workload), seed)
+    case, graph = by_name(name), captured(name, training)
+    placements = placements_of(profile_graph(graph, TRAINING if training else INFERENCE), seed)
     found = flow(graph, placements)
-    measured = measured_peaks(model, inputs, placements, found, graph, training)
+    measured = measured_peaks(case.model(), case.example(), placements, found, graph, training)
     for device, peak in measured.items():
         predicted = found.peak(device)[0] if device in found.devices else 0
         assert abs(predicted - peak) <= max(4096 if training else 64, (0.1 if training else 0.01) * peak), device
