@@ -342,6 +342,21 @@ def _grouped_mm(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, An
     return engine.shapes.fresh(shape, strides, dtype)
 
 
+def _ctc_loss(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A loss per sequence, and the alphas: (batch, time, 2 x longest target + 1)."""
+    scores, _, _, lengths = args[:4]
+    if not isinstance(lengths, torch.Tensor):
+        longest = max(lengths)
+    elif engine.unknown(lengths):
+        return NotImplemented
+    else:
+        longest = int(lengths.max())
+    time, batch = scores.shape[:2]
+    alphas = 2 * longest + 1
+    losses = engine.shapes.fresh((batch,), (1,), scores.dtype)
+    return losses, engine.shapes.fresh((batch, time, alphas), (time * alphas, alphas, 1), scores.dtype)
+
+
 def _half(engine: FakeFloats, indices: Any) -> list[Any]:
     """Invented level: masks that are not known become the indices of half of their elements."""
     engine.assume(HALF)
@@ -395,6 +410,7 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,
+    **dict.fromkeys((aten._ctc_loss.default, aten._ctc_loss.Tensor), _ctc_loss),
     aten._transformer_encoder_layer_fwd.default: _like_first,
     aten._native_multi_head_attention.default: _by_running,
     aten.mkldnn_rnn_layer.default: _by_running,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.capture.capture import capture
 from autoshard.errors import CaptureError
 from tests.capture.helpers import bitwise, measured_peak, own_answer, predicted_peak
@@ -146,3 +147,31 @@ class Experts(nn.Module):
 def test_known_masks_select_and_floats_are_taken_to_be_finite():
     graph = check_forward(Experts(), (torch.randn(2, 3, 4), torch.tensor([[True, False, True], [True, True, True]])))
     assert graph.level == "fake" and any("finite" in note and __file__ in note for note in graph.notes)
+
+
+class Transcriber(nn.Module):
+    """A CTC loss: how large its alphas are depends on the longest target, which is known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.head = nn.Linear(8, 16), nn.Linear(16, 5)
+
+    def forward(self, x, labels):
+        scores = self.head(self.up(x).relu()).log_softmax(-1).transpose(0, 1)
+        known = labels >= 0
+        lengths = torch.full((len(x),), x.shape[1])
+        return nn.functional.ctc_loss(scores, labels.masked_select(known), lengths, known.sum(-1))
+
+
+def test_ctc_losses_are_recorded_without_values_and_the_layers_before_them_can_be_cut():
+    model, inputs = Transcriber(), (torch.randn(2, 6, 8), torch.tensor([[1, 2, 3, -1], [1, -1, -1, -1]]))
+    training = autoshard.Workload(mode="training")
+    graph = capture(model, inputs, workload=training)
+    assert graph.level == "fake"
+    assert predicted_peak(graph) == measured_peak(model, inputs, training=True)
+    assert check_forward(Transcriber(), tuple(tensor.clone() for tensor in inputs)).level == "fake"
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    plan = autoshard.plan(
+        model, devices, inputs=inputs, strategy="column-parallel", objective="memory", workload=training
+    )
+    assert "up.weight" in {shard.name for cut in plan.cuts for shard in cut.shards}
