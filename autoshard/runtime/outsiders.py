@@ -38,9 +38,9 @@ def _held_elsewhere(model: nn.Module, tensors: Mapping[str, torch.Tensor], names
     """
     alone = {"": torch.empty(0)}
     usual = sys.getrefcount(alone[""])
-    slots = Counter(
-        id(tensor) for module in model.modules() for tensor in (*module._parameters.values(), *module._buffers.values())
-    )
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    distinct = {id(table): table for table in tables}.values()  # shallow copies of a module share its tables
+    slots = Counter(id(tensor) for table in distinct for tensor in table.values())
     times = Counter(id(tensor) for tensor in tensors.values())
     return {
         id(tensors[name]): name
