@@ -105,6 +105,14 @@ def _fourier(walk: Context, x: Seen, n: Any = None, dim: int = -1, *args: Any) -
     return [_resized(x, _mixed(walk, x, dim))]
 
 
+@rule("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn")
+def _fourier_n(
+    walk: Context, x: Seen, s: Any = None, dim: Any = None, *args: Any
+) -> list[Sequence[Axis | None]] | None:
+    """Sizes without dimensions are those of the last ones: not known."""
+    return None if s is not None and dim is None else [_resized(x, _mixed(walk, x, dim))]
+
+
 @rule("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2")
 def _fourier2(walk: Context, x: Seen, s: Any = None, dim: Any = (-2, -1), *args: Any) -> list[Sequence[Axis | None]]:
     return [_resized(x, _mixed(walk, x, dim))]

@@ -35,6 +35,11 @@ _FILLS: dict[Any, Any] = {
     aten.new_ones.default: lambda args: 1,
     aten.new_full.default: lambda args: args[2],
 }
+_ONE_BY_ONE = frozenset({
+    aten.gather, aten.scatter, aten.scatter_, aten.scatter_add, aten.scatter_add_, aten.scatter_reduce,
+    aten.index_select, aten.index_add, aten.index_add_,
+})  # fmt: skip
+"""Ops that touch each element of their arguments about once, whatever the shapes of the others are."""
 _FINITE_CHECKS = {
     aten.isinf.default: False,
     aten.isnan.default: False,
@@ -175,7 +180,7 @@ class FakeFloats:
             return inputs[0].numel() <= REAL_ELEMENTS
         if traits.pointwise:
             return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in inputs))) <= REAL_ELEMENTS
-        if args and isinstance(args[0], (list, tuple)):
+        if func.overloadpacket in _ONE_BY_ONE or (args and isinstance(args[0], (list, tuple))):
             return sum(tensor.numel() for tensor in inputs) <= REAL_ELEMENTS
         return math.prod(max(1, tensor.numel()) for tensor in inputs) <= REAL_ELEMENTS
 

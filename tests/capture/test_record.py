@@ -175,3 +175,22 @@ def test_ctc_losses_are_recorded_without_values_and_the_layers_before_them_can_b
         model, devices, inputs=inputs, strategy="column-parallel", objective="memory", workload=training
     )
     assert "up.weight" in {shard.name for cut in plan.cuts for shard in cut.shards}
+
+
+class Router(nn.Module):
+    """Counts how many tokens each expert has, and works on them group by group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.expert = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        chosen = self.gate(x).topk(2, dim=-1).indices
+        counts = x.new_zeros(len(x), 4, dtype=torch.long).scatter(1, chosen, 1).sum(0).tolist()
+        return torch.cat([self.expert(part) for part in x.repeat(2, 1).split(counts)])
+
+
+@pytest.mark.parametrize("tokens", [32, 2048])
+def test_counts_of_many_tokens_are_known_as_those_of_few_are(tokens):
+    graph = capture(Router(), torch.randn(tokens, 8), level="invented", composite=True)
+    assert sum(call.path == "expert" for call in graph.calls) == 4
