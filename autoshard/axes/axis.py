@@ -293,9 +293,8 @@ def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth:
         if left in _inside(right):
             make_unshardable((right,), f"{why}: an axis would be a part of itself")
         elif left.unshardable and any(factor.rigid for factor in factors_of((right,))):
-            make_unshardable(
-                (right,), left.unshardable
-            )  # what can't be cut meets it here, and not wherever it was before
+            # What can't be cut meets it here, and not wherever it was before.
+            make_unshardable((right,), left.unshardable)
         else:
             _bind(left, (right,))
         return

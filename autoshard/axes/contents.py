@@ -89,12 +89,9 @@ def paired(
     """
     rigid = [factor for factor in factors_of(axis) if factor.rigid]
     factor = rigid[0] if rigid else axis[0] if len(axis) == 1 else None
-    if (
-        not isinstance(factor, Factor)
-        or factor.size != rows[0]
-        or factor.unshardable
-        or (rigid and factor is not batch)
-    ):
+    if not isinstance(factor, Factor) or factor.size != rows[0] or factor.unshardable:
+        return None
+    if rigid and factor is not batch:
         return None
     repeats = []
     for index, count in zip(numbers, rows, strict=True):

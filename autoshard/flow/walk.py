@@ -373,9 +373,8 @@ class FlowWalk(Walked):
         order = [module.path for module in self.graph.modules]
         called = {call.path for call in self.graph.calls}
         called |= {path for inner in called for path in above(inner) if path}
-        for path in (
-            self.execution_devices.mixed - called
-        ):  # a branch that this run did not take: nobody knows what meets in there
+        # A branch that this run did not take: nobody knows what meets in there.
+        for path in self.execution_devices.mixed - called:
             self.mixed_device[path] = None
         return Flow(
             execution_devices=self.execution_devices,

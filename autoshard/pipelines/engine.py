@@ -59,10 +59,8 @@ class PipelineEngine:
     def run(self, prepared_parts: Sequence[Prepared], inputs: list[tuple[torch.Tensor, ...]], finish: Finisher) -> None:
         """Run all parts, each the way it goes. Raises `RankError` if a rank is gone."""
         for number, module in zip(self.record.stages, self.modules, strict=True):
-            module.programs, module.inputs = (
-                [prepared.programs[number] for prepared in prepared_parts],
-                inputs,
-            )
+            module.programs = [prepared.programs[number] for prepared in prepared_parts]
+            module.inputs = inputs
         if self.has_last:
             self.modules[-1].finish = finish
         numbers = torch.arange(len(inputs))

@@ -156,10 +156,7 @@ class RankSchedule:
             known, engine = self._engines.get(key, ([], None))
             fresh = len(known)
             for part in parts:
-                prepared = next(
-                    (prepared for prepared in known if goes_this_way(prepared, part, record.device)),
-                    None,
-                )
+                prepared = next((one for one in known if goes_this_way(one, part, record.device)), None)
                 if prepared is None:
                     prepared = prepare(model, record, part, grad=training)
                     check_alike(known, prepared)

@@ -159,7 +159,7 @@ def _prepare(
     if cut_record(model) is not None:
         raise ApplyError("this model is cut already. Call autoshard.remove(model) first.")
     tensors = named_tensors(model)
-    for name in () if shapes_only else tensors.keys() - set(absent):
+    for name in () if shapes_only else [name for name in tensors if name not in absent]:
         if tensors[name].is_meta or isinstance(tensors[name], torch_private.FakeTensor):
             raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
     for cut in cuts:

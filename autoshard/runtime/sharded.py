@@ -212,9 +212,8 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
                     "or use devices that hold a whole replica each."
                 )
         if parameter.dim() == 0 or not parameter.is_contiguous():
-            what, so = (
-                ("has no dimension", "of shape [1]") if parameter.dim() == 0 else ("is not contiguous", "that is")
-            )
+            scalar = parameter.dim() == 0
+            what, so = ("has no dimension", "of shape [1]") if scalar else ("is not contiguous", "that is")
             raise ApplyError(
                 f"{name} {what}, and torch's fully_shard can't shard it by its rows. Make it a parameter {so}, or plan "
                 "with --mesh of pp and --precision full or pure, where parameters stay whole."

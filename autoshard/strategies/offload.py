@@ -229,9 +229,8 @@ class _OffloadTask:
                 what = "what must be there, with two modules at a time,"
                 return Lack(where=name, what=what, need_bytes=fixed + slots, has_bytes=device.budget_bytes)
         halves = prompt_and_token(self.profile)
-        usual_step = (
-            self.profile if halves is None else halves[1 if self.profile.further else 0]
-        )  # what is done most often
+        # What is done most often.
+        usual_step = self.profile if halves is None else halves[1 if self.profile.further else 0]
 
         def movable(module: Offloadable) -> Movable:
             device, storages = device_of[module.path], module.storages
