@@ -105,6 +105,7 @@ def _rank(pipe, folder, rank, count, function, args, group_seconds):
         "gloo", init_method=store.as_uri(), rank=rank, world_size=count, timeout=timedelta(seconds=group_seconds)
     )
     try:
+        dist.barrier()  # who needs no collective would leave while others still connect to it
         result = True, function(*args)
     except BaseException:
         result = False, traceback.format_exc()
