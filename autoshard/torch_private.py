@@ -72,6 +72,11 @@ def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
     return torch._C._dispatch_keys(tensor) & keys
 
 
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs in this thread is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """The forward pre-hooks registered on a module, in calling order."""
     return list(module._forward_pre_hooks.values())

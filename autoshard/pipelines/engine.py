@@ -72,6 +72,8 @@ class PipelineEngine:
                 self.schedule.eval(part=numbers, target=numbers)
             if self.record.used is not None:
                 self.record.used.order(self.model, (), None)
+                if self.training:
+                    self.record.used.scalars.average()
             done = True
         except RuntimeError as error:
             raise _explained(self.record, error) from error

@@ -146,7 +146,7 @@ def _check_alike(model: nn.Module, cuts: Cuts, ranks: Ranks, given: set[int]) ->
     if not whole:
         return
     found = [one.grad.detach() for one in whole if one.grad is not None]
-    norm = whole_of(get_total_norm([one for one in found if one.layout is torch.strided])).to(whole[0].device)
+    norm = _norm_of([one for one in found if one.layout is torch.strided], 2.0).to(whole[0].device)
     first, *others = _over(ranks, norm).tolist()
     if any(abs(other - first) > _ROUNDING * first for other in others):
         raise RankError(
@@ -201,11 +201,22 @@ def _norm_of_parts(parameters: Iterable[torch.Tensor], norm_type: float) -> torc
         found = [(name, one) for name, one in model.named_parameters() if name in cuts and id(one) in rest]
         own = [_counted(rest.pop(id(one)), cuts[name], ranks) for name, one in found]
         if own:
-            norms.append(_over(ranks, whole_of(get_total_norm(own, norm_type))))  # a replica may shard its parts
-    norms.append(whole_of(get_total_norm(list(rest.values()), norm_type)).reshape(1))
+            norms.append(_over(ranks, _norm_of(own, norm_type)))  # a replica may shard its parts
+    norms.append(_norm_of(list(rest.values()), norm_type).reshape(1))
     if len(norms) == 1:
         return norms[0].reshape(())
     return torch.linalg.vector_norm(torch.cat([one.to(norms[0]) for one in norms]), norm_type)
+
+
+def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of gradients of which some may be sharded, each over ranks of its own; all of these call it."""
+    together: dict[Any, list[torch.Tensor]] = {}
+    for one in gradients:
+        together.setdefault(getattr(one, "device_mesh", None), []).append(one)
+    norms = [whole_of(get_total_norm(those, norm_type)) for those in together.values()]
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack([one.to(norms[0]) for one in norms]), norm_type)
 
 
 def _over(ranks: Ranks, norm: torch.Tensor) -> torch.Tensor:

@@ -116,7 +116,8 @@ def apply_replicas(
 def _move_replica(model: nn.Module, record: ReplicaRecord) -> None:
     """Bring the tensors of this replica to its device, but for what goes there block by block when it is sharded."""
     tensors = named_tensors(model)
-    sharded = {id(parameter) for parameter in model.parameters()} if shards(record.plan) else set()
+    divided = [one for one in model.parameters() if one.dim() or one.is_meta] if shards(record.plan) else []
+    sharded = set(map(id, divided))
     target = {n: record.originals[n] if id(one) in sharded else record.device for n, one in tensors.items()}
     with together(record.ranks):
         move_tensors(tensors, target)

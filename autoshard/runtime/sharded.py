@@ -32,6 +32,7 @@ from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter
 from autoshard.runtime.moves import set_data
+from autoshard.runtime.scalars import Scalars, choose_kernels
 
 
 @dataclass(slots=True, eq=False)
@@ -74,6 +75,8 @@ def shard(
     blocks = [modules[path] for path in plan.gathered]
     blocks = [block for block in blocks if not absent.issuperset(block.parameters())]
     absent |= {one for one in model.parameters() if not one.numel()}  # of experts that other ranks have
+    scalars = [one for one in _parameters(model, {id(one) for one in absent}) if not one.parameter.dim()]
+    absent |= {one.parameter for one in scalars}
     left_out = {id(one) for one in absent}
     ranks = sharing.ranks
     options: dict[str, Any] = {"ignored_params": set(absent)}
@@ -81,13 +84,15 @@ def shard(
         options["reshard_after_forward"] = False  # all micro-batches go through them
     order = Order(ranks, device, alone=sharing.shared.size == 1)
     experts = [modules[path] for path in plan.spread]
+    replaced += scalars
+    for one in scalars:
+        _store(one.parameter, plan)
     for number, module in enumerate((*experts, *blocks, model)):
         group = sharing.experts if sharing.experts is not None and number < len(experts) else sharing
         own = _parameters(module, left_out | {id(one.parameter) for one in replaced})
         replaced += own
         for one in own:
-            if plan.launch and one.parameter.is_floating_point():
-                one.parameter.data = one.parameter.data.to(stored_dtype(one.parameter, plan))
+            _store(one.parameter, plan)
         whole = [one.parameter.data for one in own]
         mesh = DeviceMesh.from_group(group.shared.group, device.type)
         engine = fully_shard(module, mesh=mesh, **policy_of(plan, casts=group is sharing), **options)
@@ -100,7 +105,10 @@ def shard(
     model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     for one in replaced:
         _give_memory(one, device)
-    used = Used(model, replaced, ranks, order)
+    groups = [group for group in (sharing.shared, sharing.replicas) if group is not None]
+    means = Scalars([one.parameter for one in scalars], [MeanOfReplicas(ranks, group) for group in groups])
+    used = Used(model, replaced[len(scalars) :], ranks, order, means)
+    used.handles += [*means.watch(), model.register_forward_hook(means)]
     used.handles.append(model.register_forward_hook(order))
     _followed.append(weakref.ref(used, _followed.remove))
     if not _watching:
@@ -116,6 +124,9 @@ def _give_memory(one: Replaced, device: torch.device) -> None:
     empty: Any = module._parameters[name]
     if not empty.is_meta:
         return
+    one.device = device
+    if not is_sharded(empty):
+        return
     local = torch.empty_like(empty.to_local(), device=device, requires_grad=False)
     made = DTensor.from_local(
         local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
@@ -123,7 +134,12 @@ def _give_memory(one: Replaced, device: torch.device) -> None:
     parameter = nn.Parameter(made, requires_grad=one.parameter.requires_grad)
     for module, name in one.places:
         module._parameters[name] = parameter
-    one.device = device
+
+
+def _store(parameter: nn.Parameter, plan: Plan) -> None:
+    """Give a parameter the dtype that a plan for processes trains it in."""
+    if plan.launch and parameter.is_floating_point():
+        parameter.data = parameter.data.to(stored_dtype(parameter, plan))
 
 
 STORED = {"mixed": torch.float32, "full": torch.float32, "pure": torch.bfloat16}
@@ -161,8 +177,9 @@ def shards(plan: Plan) -> bool:
 def forget_whole(replaced: Sequence[Replaced]) -> None:
     """Free the memory of the whole parameters, once all ranks have sharded theirs."""
     for one in replaced:
-        _let_go(one.parameter)
-        vars(one.parameter)[_MARK] = True
+        if one.parameter.dim():
+            _let_go(one.parameter)
+            vars(one.parameter)[_MARK] = True
 
 
 def unshard_failed(model: nn.Module, replaced: Sequence[Replaced]) -> None:
@@ -211,12 +228,15 @@ def check_shardable(model: nn.Module, plan: Plan) -> None:
                     f"{name} has an attribute {attribute!r}, which a part of it would not have. Keep it on the module, "
                     "or use devices that hold a whole replica each."
                 )
-        if parameter.dim() == 0 or not parameter.is_contiguous():
-            scalar = parameter.dim() == 0
-            what, so = ("has no dimension", "of shape [1]") if scalar else ("is not contiguous", "that is")
+        if not parameter.is_contiguous():
             raise ApplyError(
-                f"{name} {what}, and torch's fully_shard can't shard it by its rows. Make it a parameter {so}, or plan "
-                "with --mesh of pp and --precision full or pure, where parameters stay whole."
+                f"{name} is not contiguous, and torch's fully_shard can't shard it by its rows. Make it a parameter "
+                "that is, or plan with --mesh of pp and --precision full or pure, where parameters stay whole."
+            )
+        if not parameter.dim() and any(is_below(name, path) for path in plan.spread):
+            raise ApplyError(
+                f"{name} has no dimension, and the experts beside it are divided over ranks. Make it a parameter of "
+                "shape [1], or plan without ep."
             )
 
 
@@ -238,7 +258,7 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
         one.parameter.requires_grad_(present.requires_grad)
         for module, name in one.places:
             module._parameters[name] = one.parameter
-        vars(one.parameter).pop(_MARK)
+        vars(one.parameter).pop(_MARK, None)
 
 
 @contextlib.contextmanager
@@ -317,12 +337,15 @@ class Used:
     """Which sharded parameters of a model got a gradient on this rank since they had none.
 
     Attributes:
-        order: the order in which blocks are gathered. notes: hooks of the blocks, that of the model last.
+        order: the order in which blocks are gathered. scalars: parameters that are not sharded.
+        notes: hooks of the blocks, that of the model last.
         accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
     """
 
-    def __init__(self, model: nn.Module, replaced: Sequence[Replaced], ranks: ProcessRanks, order: Order) -> None:
-        self.ranks, self.order, self.accumulates = ranks, order, False
+    def __init__(
+        self, model: nn.Module, replaced: Sequence[Replaced], ranks: ProcessRanks, order: Order, scalars: Scalars
+    ) -> None:
+        self.ranks, self.order, self.scalars, self.accumulates = ranks, order, scalars, False
         self.places = [one.places[0] for one in replaced]
         self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
         every = {
@@ -404,14 +427,8 @@ _followed: "list[weakref.ref[Used]]" = []
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which.
-
-    Torch's kernels for lists of tensors take those of one mesh: experts that are divided have their own.
-    """
-    for group in optimizer.param_groups:
-        meshes = {getattr(one, "device_mesh", None) for one in group["params"]}
-        if len(meshes) > 1 and group.get("foreach", False) is None:
-            group["foreach"] = False
+    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which."""
+    choose_kernels(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(_MARK in vars(parameter) for parameter in parameters):
         raise ApplyError(
@@ -422,4 +439,5 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     for reference in list(_followed):
         used = reference()
         if used is not None:
+            used.scalars.check(ids)
             used.drop_unused(ids)

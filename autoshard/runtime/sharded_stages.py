@@ -79,7 +79,7 @@ def lower(skeleton: nn.Module, plan: Plan) -> None:
         return lowered((args, kwargs), plan)
 
     for parameter in skeleton.parameters():
-        if parameter.is_meta:  # others are shared with the model
+        if parameter.is_meta and parameter.dim():  # others are shared with the model, or are not gathered
             parameter.data = lowered(parameter.data, plan)
     for path in plan.gathered:
         skeleton.get_submodule(path).register_forward_pre_hook(cast, with_kwargs=True)

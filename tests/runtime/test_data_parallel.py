@@ -47,10 +47,11 @@ class Recurrent(nn.Module):
 
 
 class Experts(nn.Module):
-    """Which expert works depends on the rows: some have no gradient on one rank."""
+    """Which expert works depends on the rows: some have no gradient on one rank, nor have their scalars."""
 
     def __init__(self):
         super().__init__()
+        self.gains = nn.ParameterList(nn.Parameter(torch.tensor(1.5)) for _ in range(3))
         self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
 
     def forward(self, x):
@@ -59,7 +60,7 @@ class Experts(nn.Module):
         for index, expert in enumerate(self.experts):
             rows = chosen == index
             if rows.any():
-                y = torch.where(rows[..., None], expert(x), y)
+                y = torch.where(rows[..., None], expert(x) * self.gains[index], y)
         return {"loss": y.square().mean()}
 
 
@@ -204,6 +205,31 @@ def sharded_habits():
         model(**mine)
 
 
+def scalar_habits():
+    """Accumulating with scalars, one step by kernels for lists of tensors, and what a rank does on its own."""
+    model, make = start("experts")
+    given = make(8)
+    alone = copy.deepcopy(model)
+    autoshard.apply(model, plan_for(model, given, 2, sharded=True))
+    mine = own_rows(given)
+    with model.no_sync():
+        model(mine["x"][:2])["loss"].backward()
+    model(mine["x"][2:])["loss"].backward()
+    (2 * alone(**given)["loss"]).backward()
+    assert difference(whole_gradients(model), [one.grad for one in alone.parameters()]) < 1e-6
+    groups = [{"params": [one for one in model.parameters() if bool(one.dim()) == sized]} for sized in (True, False)]
+    with pytest.raises(ApplyError, match="groups of their own"):
+        torch.optim.AdamW(model.parameters(), fused=True).step()
+    for other in (groups, alone.parameters()):
+        torch.optim.AdamW(other, fused=True).step()
+    assert [one.grad is None for one in model.gains] == [one.grad is None for one in alone.gains] != [True] * 3
+    gains = [torch.stack([gain.detach() for gain in one.gains]) for one in (model, alone)]
+    torch.testing.assert_close(*gains, rtol=0, atol=1e-6)
+    (model.gains[0] * 2).backward()
+    with pytest.raises(ApplyError, match="not averaged over ranks"):
+        torch.optim.AdamW(groups).step()
+
+
 def saved(folder):
     """What is saved is whole, once for tied names."""
     for sharded in (False, True):
@@ -240,7 +266,9 @@ def refusals():
 @sharded_replicas
 def test_two_ranks(tmp_path):
     """Steps equal to those of one process, replicated and sharded; and what people do with replicas."""
-    jobs = {one.__name__: (one,) for one in (answers, sharded_habits, refusals)} | {"saved": (saved, str(tmp_path))}
+    jobs = {one.__name__: (one,) for one in (answers, sharded_habits, scalar_habits, refusals)} | {
+        "saved": (saved, str(tmp_path))
+    }
     trained = {(name, sharded): (train_on_ranks, name, sharded) for name in MODELS for sharded in (False, True)}
     check(run_ranks(run_jobs, 2, jobs | trained), trained)
 

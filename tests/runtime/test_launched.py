@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
@@ -32,20 +33,44 @@ from tests.torch_releases import sharded_replicas
 SAMPLES, LENGTH, WORDS = 8, 6, 48
 
 
+class Scaled(nn.Linear):
+    """With a parameter that has no dimension, whose gradient every rank that cuts the matrix has a part of."""
+
+    def __init__(self, width):
+        super().__init__(width, width, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.875))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 class Shifted(Layer):
     """A layer that adds a parameter at last: its gradient is there before anything of the layer is computed again."""
 
     def __init__(self, width, heads):
         super().__init__(width, heads)
+        self.v = Scaled(width)
         self.shift = nn.Parameter(torch.randn(width))
 
     def forward(self, x):
         return super().forward(x) + self.shift
 
 
+class Scalars(Decoder):
+    """Logits are divided by a parameter without a dimension, which belongs to the model itself."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.temperature = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids, labels=None):
+        logits = super().forward(ids) / self.temperature
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def decoder(dtype=torch.float32):
     torch.manual_seed(0)
-    model = Decoder(32, 3, 4, WORDS)
+    model = Scalars(32, 3, 4, WORDS)
     model.layers = nn.ModuleList(Shifted(32, 4) for _ in range(3))
     return model.to(dtype)
 
@@ -220,12 +245,12 @@ def accumulated(text):
 def hooked(text):
     """A hook on a gradient that fully_shard would not call is refused: there before apply, or hung up afterwards."""
     plan, model = Plan.from_json(text), decoder()
-    handle = next(model.parameters()).register_hook(lambda gradient: gradient / 2)
+    handle = model.embed.weight.register_hook(lambda gradient: gradient / 2)
     with pytest.raises(ApplyError, match="has a hook on its gradient"):
         autoshard.apply(model, plan)
     handle.remove()
     autoshard.apply(model, plan)
-    next(model.parameters()).register_hook(lambda gradient: gradient / 2)
+    model.embed.weight.register_hook(lambda gradient: gradient / 2)
     model(samples(), labels=samples()).backward()
     with pytest.raises(ApplyError, match="fully_shard calls no such hook"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()

@@ -245,6 +245,8 @@ def mixed(name, text):
     whole, inputs, _ = build(name)
     lowered, count = copy.deepcopy(whole).bfloat16(), plan.mesh.data * plan.num_microbatches
     expected = {name: torch.zeros_like(one) for name, one in whole.named_parameters()}
+    for one in lowered.parameters():
+        one.data = one.data if one.dim() else one.data.float()  # scalars are not gathered
     for index in range(count):
         lowered.zero_grad()
         (lowered(**part_of(inputs, index, count)) / count).backward()

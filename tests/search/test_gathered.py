@@ -1,15 +1,11 @@
 """Which layers of a plan for processes are gathered as one, and which inputs say how many samples there are."""
 
-import pytest
 import torch
 from torch import nn
 
 import autoshard
-from autoshard.errors import ApplyError
 from autoshard.plan.workload import Workload
-from autoshard.runtime.sharded import check_shardable
 from tests.blocks import Block
-from tests.torch_releases import sharded_replicas
 
 
 class Experts(nn.Module):
@@ -65,11 +61,3 @@ def test_layers_that_share_a_module_are_not_gathered_on_their_own():
 
 def test_a_batch_that_is_taken_apart_is_priced():
     assert plan_of(Sorted(), assume_independent_rows=True).mesh.data == 2
-
-
-@sharded_replicas
-def test_a_parameter_without_a_dimension_is_refused_with_what_helps():
-    model = Shared()
-    model.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ApplyError, match=r"scale has no dimension.*Make it a parameter of shape \[1\]"):
-        check_shardable(model, plan_of(model))
