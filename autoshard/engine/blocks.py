@@ -9,7 +9,7 @@ micro-batches and context parallelism, one that is cut by tensor parallelism has
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from math import prod
+from math import ceil, prod
 from typing import Any, Literal, cast
 
 from autoshard.axes.axis import factors_of, size_of
@@ -82,7 +82,7 @@ class Block:
 
     Attributes:
         count: how many there are; trainable: elements of their parameters, of one of them; cut: those of them that
-            tensor parallelism divides; most_shares: over how many ranks at most.
+            tensor parallelism divides; most_shares: in how many slices (heads, columns), so over so many ranks at most.
         shared: elements of parameters that an earlier block reads, too (tied weights).
         experts: how many experts a token is routed to some of, 0 without; expert_elements: of all of them in one layer;
             expert_cut: those of them that tensor parallelism divides; routed_elements: of what is sent to experts.
@@ -131,6 +131,35 @@ class Block:
         if "kept" not in self.known:
             self.known["kept"] = replace(self, keeps=True)
         return cast(Block, self.known["kept"])
+
+    def is_shared_by(self, ranks: int) -> bool:
+        """Whether so many ranks can have about equally many slices of what tensor parallelism divides."""
+        return ceil(self.most_shares / ranks) * ranks <= _UNEVEN * self.most_shares
+
+    def on_ranks(self, ranks: int) -> "Block":
+        """The same layers for so many ranks of tensor parallelism; undivided, and one object, if they share unevenly.
+
+        Ranks would have parts of quite different sizes, and be as slow as the largest.
+        """
+        if not self.layer or not self.cut_elements or self.is_shared_by(ranks):
+            return self
+        if "whole" not in self.known:
+            ops = tuple(
+                replace(op, inputs=_uncut(op.inputs), outputs=_uncut(op.outputs)) if op.cut else op for op in self.ops
+            )
+            self.known["whole"] = replace(
+                self, ops=ops, cut_elements=0, expert_cut=0, most_shares=1, reduces=0, reduced_elements=0,
+                gathered_elements=0, known={},
+            )  # fmt: skip
+        return cast(Block, self.known["whole"])
+
+
+def _uncut(parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
+    return tuple(replace(part, cut=False) for part in parts)
+
+
+_UNEVEN = 1.05
+"""How much more than an equal part the largest part of a rank may be."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

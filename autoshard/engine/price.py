@@ -138,7 +138,7 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
             inside = min(boundaries[index + 1], begin + block.count) - max(boundaries[index], begin)
             begin += block.count
             if inside > 0:
-                stage.append((block, inside))
+                stage.append((block.on_ranks(recipe.tp), inside))
         stages.append(_keeping(stage, recipe.kept_layers))
     return stages
 

@@ -18,7 +18,9 @@ class Limits:
 
     Attributes:
         samples: of the batch, of all replicas together; tokens: of a sequence.
-        layers: that can be divided over stages; tensor: degrees of tensor parallelism; experts: of a layer, 0 for none.
+        layers: that can be divided over stages; experts: of a layer, 0 for none.
+        tensor: degrees of tensor parallelism; slices: by the path of layers, how many slices ranks share; widest: how
+            many devices share them at most.
         divisible: whether the batch may be divided; why_not: what stands against it.
     """
 
@@ -28,6 +30,8 @@ class Limits:
     tensor: tuple[int, ...]
     experts: int
     attention: bool
+    slices: Mapping[str, int] = field(default_factory=dict)
+    widest: int = 1
     divisible: bool = True
     why_not: str = ""
 
@@ -51,11 +55,18 @@ class Fixed:
 
 
 def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") -> Limits:
-    """Derive the limits from the blocks of a model; `widest`: devices of a host, which tensor parallelism stays in."""
+    """Derive the limits from the blocks of a model; `widest`: devices of a host, which tensor parallelism stays in.
+
+    So many ranks must share most of what is cut. Layers that they don't share evenly are whole on each.
+    """
     layers = [block for block in work.blocks if block.layer]
-    cut = [block.most_shares for block in layers or work.blocks if block.cut_elements]
-    degrees = range(1, max(cut, default=1) + 1)
-    tensor = tuple(n for n in degrees if n <= widest and all(most % n == 0 for most in cut))
+    cut = [block for block in layers or work.blocks if block.cut_elements]
+    most = max((block.most_shares for block in cut), default=1)
+
+    def elements(ranks: int) -> int:
+        return sum(block.count * block.cut_elements for block in cut if block.is_shared_by(ranks))
+
+    tensor = tuple(ranks for ranks in range(1, min(most, widest) + 1) if 2 * elements(ranks) >= elements(1))
     return Limits(
         samples=samples,
         tokens=work.tokens,
@@ -63,6 +74,8 @@ def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") 
         tensor=tensor or (1,),
         experts=max((block.experts for block in layers), default=0),
         attention=any(op.kind == "attention" for block in layers for op in block.ops),
+        slices={block.path: block.most_shares for block in cut},
+        widest=widest,
         divisible=not why_not,
         why_not=why_not,
     )
@@ -96,7 +109,7 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
                 f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
                 f"must multiply to {devices}.{near}"
             )
-    _check_degree(mesh.get("tp", 1), limits.tensor, "tp", "the model's matrices can be cut over")
+    _check_tensor(mesh.get("tp", 1), limits)
     if mesh.get("pp", 1) > max(limits.layers, 1):
         raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
     least = 2 * mesh.get("pp", 1)
@@ -120,8 +133,12 @@ def check_given(given: Fixed, limits: Limits, devices: int) -> None:
                 "ep divides experts, and no experts were found in this model: none of its modules is given rows, "
                 "choices and weights. Leave ep out."
             )
-        degrees = tuple(n for n in range(1, limits.experts + 1) if limits.experts % n == 0)
-        _check_degree(mesh["ep"], degrees, "ep", f"{limits.experts} experts can be divided over")
+        degrees = [n for n in range(1, limits.experts + 1) if limits.experts % n == 0]
+        if mesh["ep"] not in degrees:
+            raise PlanError(
+                f"ep={mesh['ep']} is not possible: ranks have equally many of the {limits.experts} experts. Plan with "
+                f"an ep of {', '.join(map(str, degrees[1:]))}, or without."
+            )
     replicas = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     if replicas > 1 and not limits.divisible:
         raise PlanError(f"dp and fsdp give each replica its own samples. {limits.why_not}")
@@ -136,9 +153,22 @@ def _fills(mesh: Mapping[str, int], size: int, devices: int) -> bool:
     return devices % (size // mesh.get("fsdp", 1)) == 0
 
 
-def _check_degree(degree: int, allowed: tuple[int, ...], name: str, what: str) -> None:
-    if degree not in allowed:
-        raise PlanError(f"{name}={degree} is not possible: {what} {', '.join(map(str, allowed))} ranks.")
+def _check_tensor(degree: int, limits: Limits) -> None:
+    """Raise `PlanError` for a degree of tensor parallelism that the model or the host does not allow, with why."""
+    if degree in limits.tensor:
+        return
+    others = ", ".join(map(str, limits.tensor[1:]))
+    if not limits.slices:
+        why = "no matrix of this model was found that ranks can share (autoshard profile --axes says why)"
+    elif degree > limits.widest and degree <= max(limits.slices.values()):
+        why = f"ranks that share matrices are in one host, which has {limits.widest} devices"
+    else:
+        many = ", ".join(f"{count} in {path}" for path, count in limits.slices.items())
+        why = f"ranks share matrices by slices (heads or columns), about equally many each, and there are {many}"
+    raise PlanError(
+        f"tp={degree} is not possible: {why}. Plan with {f'a tp of {others}, or with ' if others else ''}"
+        "dp, fsdp or pp in the place of tp."
+    )
 
 
 def _shown(mesh: Mapping[str, int]) -> str:

@@ -227,6 +227,39 @@ def test_steps_are_those_of_one_process(name):
         assert found["kept"] == pytest.approx(1 / parts, abs=0.05)  # norms are in no part
 
 
+class Widening(nn.Module):
+    """Half of the layers have three heads, which two ranks don't share evenly: they are priced whole, and cut."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.widen = nn.Embedding(WORDS, 24), nn.Linear(24, 48)
+        self.narrow = nn.ModuleList(Layer(24, 3) for _ in range(2))
+        self.wide, self.head = nn.ModuleList(Layer(48, 6) for _ in range(2)), nn.Linear(48, WORDS)
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.narrow:
+            x = layer(x)
+        x = self.widen(x)
+        for layer in self.wide:
+            x = layer(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@sharded_replicas
+def test_layers_with_an_odd_number_of_heads():
+    given = {"ids": samples(), "labels": samples()}
+    plan = autoshard.plan(
+        Widening(), devices_of(2), inputs=given, workload=Workload(mode="training", batch_size=SAMPLES),
+        launch="processes", mesh="tp=2", precision="full",
+    )  # fmt: skip
+    plan = completed(plan.to_json(), Widening(), given)
+    assert {block for cut in plan.cuts for block in cut.blocks} >= {"narrow.0", "wide.0"}
+    for found in run_ranks(trained, 2, Widening, plan, samples(), 2):
+        assert found["losses"] < 1e-5 and found["gradients"] < 1e-5 and found["values"] < 1e-4, found
+
+
 def accumulated(text):
     """Which tables have a gradient after two parts, each of which used another one."""
     plan, model = Plan.from_json(text), decoder()

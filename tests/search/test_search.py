@@ -91,8 +91,15 @@ def test_text_that_is_no_mesh_is_refused(text):
 
 
 def test_degrees_that_the_model_does_not_allow_name_those_it_does():
-    with pytest.raises(PlanError, match="tp=6 is not possible: the model's matrices can be cut over 1, 2, 4"):
+    """Of 16 heads, 6 ranks would have 2 or 3."""
+    with pytest.raises(
+        PlanError, match=r"tp=6 is not possible: .* there are 16 in layers\.0\. Plan with a tp of 2, 4, or"
+    ):
         task_on("6xA100-40GB", given=Fixed(mesh={"tp": 6}))
+    with pytest.raises(
+        PlanError, match="tp=16 is not possible: ranks that share matrices are in one host, which has 8"
+    ):
+        task_on("16xA100-40GB", given=Fixed(mesh={"tp": 16}))
 
 
 def test_a_schedule_that_needs_more_layers_says_how_many():
