@@ -13,14 +13,15 @@ from autoshard.axes.given import origin
 from autoshard.axes.switches import asked_of_all
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 
-_COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
+COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
+"""Ops that hand on the values that they are given."""
 _LEAST, _LARGEST = ("min", "amin"), ("max", "amax")
 _ABOVE, _BELOW = ("ge", "gt", "greater", "greater_equal"), ("le", "lt", "less", "less_equal")
 
 
 def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | None:
     """(answer, tensors): the answer is given if and only if each single element of the tensors fulfils something."""
-    value = origin(graph, value, *_COPIES)
+    value = origin(graph, value, *COPIES)
     op = maker_of(graph, value)
     if op is None or op.node is None or op.mutates:
         return None

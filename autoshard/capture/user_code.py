@@ -12,6 +12,7 @@ _OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
 _TORCH = str(pathlib.Path(torch.__file__).parent)
 _PYTHON = str(pathlib.Path(inspect.__file__).parent / "concurrent")
 
+_CAPTURE = str(pathlib.Path(__file__).parent / "run.py")
 _SKIPPED = (_OWN, _TORCH, _PYTHON, "<")
 
 NOWHERE = "no line of the model's code: in its call, in backward or in torch itself"
@@ -44,10 +45,15 @@ def calling_line() -> str:
 
 
 def calling_code() -> tuple[str, int, str]:
-    """(file, line, function) of the user's code that is running now; ("", 0, "") if there is none."""
+    """(file, line, function) of the user's code that is running now; ("", 0, "") if there is none.
+
+    What called for the capture of a model that is torch's own is no code of the model.
+    """
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
+        if file == _CAPTURE and frame.f_code.co_name == "_run_model":
+            break
         if not file.startswith(_SKIPPED):
             return file, frame.f_lineno, frame.f_code.co_name
         frame = frame.f_back

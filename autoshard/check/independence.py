@@ -5,6 +5,7 @@ masks      without padding, and with some: each branch is followed, and gives ro
 outputs    of one sample each, of none, or a sum or a mean of samples: merged in this way only
 """
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
@@ -15,7 +16,8 @@ from autoshard.axes.axis import Factor, describe
 from autoshard.axes.batch_merges import counted_labels
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
-from autoshard.axes.guarded import asked_of_each
+from autoshard.axes.given import origin
+from autoshard.axes.guarded import COPIES, asked_of_each
 from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.rules import rule_of
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
@@ -173,13 +175,15 @@ class SampleRun:
     # ---- refusals
 
     def refuse(self, op: Op | None, what: str) -> Mixed:
-        """The error that names an op, its module and what it does."""
+        """The error that names an op, its module and line of code, and what it does."""
         if op is None:
             return Mixed(f"{what}. {INDEPENDENT}")
         call = self.graph.calls[op.call]
         kind = next(module.class_name for module in self.graph.modules if module.path == call.path)
         place = f"{call.path} ({kind})" if call.path else "the model's own forward"
-        return Mixed(f"{place} {what} ({where(self.graph, op)}). {INDEPENDENT}")
+        file, line, _ = op.code
+        line_of_code = f", {os.path.basename(file)}:{line}" if file else ""
+        return Mixed(f"{place} {what} ({where(self.graph, op)}{line_of_code}). {INDEPENDENT}")
 
     def _check_sequence(self, other: ModelGraph, rows: int) -> None:
         found = first_difference(self.graph, other)
@@ -281,9 +285,8 @@ class SampleRun:
             if asked is not None and self._is_the_same(asked[0]):
                 continue
             if asked is None or len(read_values(guard)) > 1 or not self._is_of_rows(asked[0]):
-                made = self.graph.values[value].op
                 what = "reads values of several rows as numbers, which may decide anything"
-                raise self.refuse(self.graph.ops[made] if made >= 0 else None, what)
+                raise self.refuse(maker_of(self.graph, origin(self.graph, value, *COPIES)), what)
             tensor, truth = asked
             self.switches[tensor] = bool(guard.result) == truth  # all are true, or none is
 

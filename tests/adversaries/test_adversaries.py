@@ -185,7 +185,7 @@ REAL = "run for real"
 TRACED = (REAL, "profile", "balanced", COLUMN, DATA, PIPELINE)
 LEFT: Pins = {
     "TensorOfFile": dict.fromkeys(DIVISIONS, "refused: mean in the model itself"),
-    "ModuleDict": dict.fromkeys(DIVISIONS, "refused: keeps what mixes its rows (slice in the model itself)"),
+    "ModuleDict": dict.fromkeys(DIVISIONS, "refused: keeps what mixes its rows (slice in the model itself"),
     "Pooled": "refused: another thread",
     "OtherThread": "refused: runs tensor operations",
     "FeaturesOfHook": dict.fromkeys(DIVISIONS, "refused: features.0 in the model itself"),

@@ -426,7 +426,22 @@ def test_an_op_that_is_named_is_one_of_who_mixes_rows():
             return x[torch.arange(len(x)), x[..., 0].argmax(-1)]
 
     model = Small(lambda self, x: self.linear(self.more[0](x)) @ self.linear(x[:, 0]).T, Last())
-    assert "the model's own forward mixes its rows (matmul in the model itself)" in refused(model, torch.randn(4, 3, 6))
+    assert "the model's own forward mixes its rows (matmul in the model itself, test_batch.py:" in refused(
+        model, torch.randn(4, 3, 6)
+    )
+
+
+def test_a_count_that_python_reads_is_named_with_its_line():
+    """Not what hands it on."""
+
+    def counted(self, x):
+        if (x > 0).sum(-1).detach().numpy().max() > 100:
+            raise ValueError("too many")
+        return self.linear(x)
+
+    assert "as numbers, which may decide anything (sum in the model itself, test_batch.py:" in refused(
+        Small(counted), torch.randn(4, 6)
+    )
 
 
 def test_images_against_texts_are_refused():

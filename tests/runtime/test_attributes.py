@@ -137,8 +137,13 @@ SET = r"{} in 0 is set by every forward, .*Return it from the forward"
         (growing_list, "data-parallel", TRAINING, SET.format(r"rows\.\d")),
         (state, "pipeline", TRAINING, "left in 0 is set by every forward"),
         (state, "data-parallel", TRAINING, "left in 0 is set by every forward"),
-        (spread, "pipeline", TRAINING, r"0 \(Leaving\) keeps what mixes its rows \(std in 0\)"),
-        (spread, "pipeline", autoshard.Workload(), r"0 \(Leaving\) keeps what mixes its rows \(std in 0\)"),
+        (spread, "pipeline", TRAINING, r"0 \(Leaving\) keeps what mixes its rows \(std in 0, test_attributes.py:\d+\)"),
+        (
+            spread,
+            "pipeline",
+            autoshard.Workload(),
+            r"0 \(Leaving\) keeps what mixes its rows \(std in 0, test_attributes.py:\d+\)",
+        ),
     ],
 )
 def test_what_parts_would_each_leave_is_refused_with_its_name(leave, strategy, workload, words):
