@@ -65,7 +65,8 @@ class MemoryMoment:
     @property
     def allocated(self) -> float:
         """What torch's allocator has handed out."""
-        return sum(self.kinds.values())
+        kept = self.weights + self.gradients + self.optimizer + self.activations + self.unsharded
+        return kept + self.transient + self.workspace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -84,10 +84,54 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
     return Setting(work=work, recipe=recipe, card=card, network=network, reached=reached, share=share)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A training step of which the memory is known; `price_prepared` finds its seconds.
+
+    Attributes:
+        memory: of the fullest rank of the pipeline, which is `rank`.
+    """
+
+    setting: Setting
+    stages: Sequence[Stage]
+    memory: Memory
+    rank: int
+
+    @property
+    def recipe(self) -> Recipe:
+        """How it is run."""
+        return self.setting.recipe
+
+    @property
+    def fits(self) -> bool:
+        """Whether the fullest rank has room."""
+        return self.memory.used <= self.setting.card.memory_bytes
+
+    @property
+    def reserved_bytes(self) -> float:
+        """What the allocator of the fullest rank holds."""
+        return self.memory.reserved
+
+
+def prepare_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> Step:
+    """Find the memory of a training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
+    setting = make_setting(work, recipe, card, topology)
+    if recipe.pp > 1:
+        check_schedule(recipe.schedule, recipe.pp, recipe.num_microbatches, stages_per_device=recipe.stages_per_rank)
+    stages = split_stages(work, recipe)
+    memories = rank_memories(setting, stages)
+    rank = max(range(recipe.pp), key=lambda index: memories[index].allocated)
+    return Step(setting=setting, stages=stages, memory=memories[rank], rank=rank)
+
+
 def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> StepEstimate:
     """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
-    setting = make_setting(work, recipe, card, topology)
-    stages = split_stages(work, recipe)
+    return price_prepared(prepare_step(work, recipe, card, topology))
+
+
+def price_prepared(step: Step) -> StepEstimate:
+    """Price a training step of which the memory is known."""
+    setting, stages, recipe = step.setting, step.stages, step.recipe
     passes = all_passes(setting, stages)
     if recipe.pp > 1:
         seconds, bubble = _pipelined(setting, passes)
@@ -97,21 +141,18 @@ def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) 
     synchronised = max(synchronised_seconds(setting, stages[index]) for index in ends)
     optimizer = max(optimizer_seconds(setting, stages[index]) for index in ends)
     total = seconds + synchronised + optimizer
-    memories = rank_memories(setting, stages)
-    rank = max(range(recipe.pp), key=lambda index: memories[index].allocated)
-    memory = memories[rank]
     compute, busy = _busiest(recipe, passes)
     return StepEstimate(
         seconds=total,
-        tokens_per_second=recipe.global_batch * work.tokens / total,
+        tokens_per_second=recipe.global_batch * setting.work.tokens / total,
         compute_seconds=compute,
         exposed_seconds=max(0.0, busy - compute) + synchronised,
         optimizer_seconds=optimizer,
         bubble=bubble,
-        memory=memory,
-        reserved_bytes=memory.reserved,
-        fits=memory.used <= card.memory_bytes,
-        rank=rank,
+        memory=step.memory,
+        reserved_bytes=step.reserved_bytes,
+        fits=step.fits,
+        rank=step.rank,
     )
 
 
@@ -347,7 +388,6 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
     """
     recipe = setting.recipe
     count, chunks = recipe.num_microbatches, recipe.stages_per_rank
-    check_schedule(recipe.schedule, recipe.pp, count, stages_per_device=chunks)
     send = stage_send_seconds(setting)
     ranks = [passes[rank :: recipe.pp] for rank in range(recipe.pp)]
     each = [sum(one.forward + one.backward for one in own) for own in ranks]

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import ModelWork
 from autoshard.engine.generation import GenerationEstimate, price_generation
 from autoshard.engine.memory import outside_bytes
-from autoshard.engine.price import StepEstimate, price_step
+from autoshard.engine.price import Step, StepEstimate, prepare_step, price_prepared, price_step
 from autoshard.engine.recipe import Precision, Recipe, Stack
 from autoshard.engine.timing import Card
 from autoshard.errors import SpecError
@@ -17,6 +17,7 @@ from autoshard.search.candidates import answer_meshes, answer_recipes, device_co
 from autoshard.search.limits import Fixed, Limits
 
 Goal = Literal["latency", "throughput", "memory"]
+Made = TypeVar("Made")
 RecipeEstimate = StepEstimate | GenerationEstimate
 WORTH_STARTING = 2.0
 """A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
@@ -72,9 +73,18 @@ class Priced:
         """Whether the fullest rank has room."""
         return self.estimate.fits
 
+    @property
+    def reserved_bytes(self) -> float:
+        """What the allocator of the fullest rank holds."""
+        return self.estimate.reserved_bytes
+
     def value(self, goal: Goal) -> float:
         """What is made small."""
-        return self.estimate.reserved_bytes if goal == "memory" else self.seconds
+        return self.reserved_bytes if goal == "memory" else self.seconds
+
+
+Tried = Priced | Step
+"""A recipe with its figures, or of what does not fit, with its memory alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,19 +105,19 @@ class Searched:
 def search(task: SearchTask) -> Searched:
     """Price every candidate and take the best; of recipes that are nearly as good, the one with the simplest mesh."""
     rows: dict[tuple[int, ...], Priced] = {}
-    closest: Priced | None = None
+    nearest: Tried | None = None
     count = 0
-    for one in _priced(task):
+    for one in _tried(task):
         count += 1
-        if one.fits:
+        if isinstance(one, Priced) and one.fits:
             key = tuple(one.recipe.mesh.values())
             if key not in rows or one.value(task.goal) < rows[key].value(task.goal):
                 rows[key] = one
-        elif closest is None or one.estimate.reserved_bytes < closest.estimate.reserved_bytes:
-            closest = one
-    if not rows and closest is None and task.training:
-        leanest = (one for one in _priced(replace(task, leanest=True)))
-        closest = min(leanest, key=lambda one: one.estimate.reserved_bytes, default=None)
+        elif nearest is None or one.reserved_bytes < nearest.reserved_bytes:
+            nearest = one
+    if not rows and nearest is None and task.training:
+        nearest = min(_tried(replace(task, leanest=True)), key=lambda one: one.reserved_bytes, default=None)
+    closest = _in_full(nearest) if isinstance(nearest, Step) else nearest
     ranking = sorted(rows.values(), key=lambda one: one.value(task.goal))
     if not ranking:
         return Searched(best=None, ranking=(), closest=closest, priced=count)
@@ -169,7 +179,7 @@ def _simplicity(one: Priced) -> tuple[float, ...]:
     return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", recipe.fsdp > 1, one.seconds
 
 
-def _priced(task: SearchTask) -> Iterator[Priced]:
+def _tried(task: SearchTask) -> Iterator[Tried]:
     counts: Iterable[int] = (task.devices,)
     if not task.given.mesh and not task.given.everyone:
         counts = device_counts(task.devices, task.topology.devices_per_host)
@@ -197,9 +207,15 @@ def price_recipe(task: SearchTask, recipe: Recipe) -> Priced:
     return Priced(recipe=recipe, estimate=price_answer(task, recipe, topology))
 
 
-def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Priced]:
-    def price(recipe: Recipe) -> StepEstimate:
-        return price_step(task.work, recipe, task.card, topology)
+def _in_full(step: Step) -> Priced:
+    return Priced(recipe=step.recipe, estimate=price_prepared(step))
+
+
+def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried]:
+    """The recipes of a step; of those that do not fit, and they are most, the seconds are not asked for."""
+
+    def prepare(recipe: Recipe) -> Step:
+        return prepare_step(task.work, recipe, task.card, topology)
 
     for mesh in training_meshes(devices, topology.devices_per_host, task.limits, task.given):
         for modes in step_recipes(mesh, task.limits, task.given, task.precision, task.stack):
@@ -208,20 +224,20 @@ def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Price
             elif not task.given.mesh and _least_bytes(task, modes[0]) > task.card.memory_bytes:
                 break  # neither smaller micro-batches nor recomputation change the states
             *others, leanest = modes
-            for last in _those_that_run([leanest], price):
-                for one in _those_that_run(others, price) if last.fits else ():  # what keeps more takes more
-                    yield one
+            for last in _those_that_run([leanest], prepare):
+                for one in _those_that_run(others, prepare) if last.fits else ():  # what keeps more takes more
+                    yield _in_full(one) if one.fits else one
                     if one.fits and task.goal != "memory":
                         break  # more recomputation only takes longer
                 else:
-                    yield last
+                    yield _in_full(last) if last.fits else last
             if task.leanest:
                 break
 
 
-def _answers(task: SearchTask, devices: int, topology: Topology) -> Iterator[Priced]:
-    def price(recipe: Recipe) -> GenerationEstimate:
-        return price_answer(task, recipe, topology)
+def _answers(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried]:
+    def price(recipe: Recipe) -> Priced:
+        return Priced(recipe=recipe, estimate=price_answer(task, recipe, topology))
 
     for mesh in answer_meshes(devices, task.limits, task.given):
         recipes = answer_recipes(mesh, task.limits, task.given, task.precision, task.stack)
@@ -236,11 +252,11 @@ def price_answer(task: SearchTask, recipe: Recipe, topology: Topology) -> Genera
     )  # fmt: skip
 
 
-def _those_that_run(recipes: Iterable[Recipe], price: Callable[[Recipe], RecipeEstimate]) -> Iterator[Priced]:
-    """Price recipes; a schedule that can't have these numbers, or stages without layers, are no recipes."""
+def _those_that_run(recipes: Iterable[Recipe], make: Callable[[Recipe], Made]) -> Iterator[Made]:
+    """What is made of recipes; a schedule that can't have these numbers, or stages without layers, are no recipes."""
     for recipe in recipes:
         with suppress(SpecError):
-            yield Priced(recipe=recipe, estimate=price(recipe))
+            yield make(recipe)
 
 
 def _least_bytes(task: SearchTask, recipe: Recipe) -> float:
