@@ -7,11 +7,16 @@ from typing import Any
 
 import torch
 
+_LEAVES = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
+"""Classes of values in which there is nothing to look for."""
+
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (path, tensor) for the tensors in nested tuples, lists, dicts and dataclasses; other objects are opaque."""
     if isinstance(value, torch.Tensor):
         yield path, value
+    elif type(value) in _LEAVES:
+        return
     elif isinstance(value, dict):
         for key, item in value.items():
             yield from tensors_in(item, f"{path}.{key}" if path else str(key))
@@ -37,10 +42,6 @@ def flat_tensors(value: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     _gather(value, found)
     return found
-
-
-_LEAVES = frozenset({int, float, bool, str, bytes, type(None), torch.dtype, torch.device})
-"""Classes of values in which there is nothing to look for."""
 
 
 def _gather(value: Any, found: list[torch.Tensor]) -> None:

@@ -227,11 +227,17 @@ class CallLog:
         return output
 
     def _refs(self, value: Any) -> Any:
-        with no_modes():
-            try:
-                return nested.map_tensors(value, lambda tensor: Ref(self._recorder.value_of(tensor)))  # type: ignore[arg-type, return-value]
-            except (AttributeError, TypeError, ValueError):  # a class that takes nothing but tensors (PackedSequence)
-                return Opaque(type(value))
+        try:
+            return nested.map_tensors(value, self._ref)
+        except (AttributeError, TypeError, ValueError):  # a class that takes nothing but tensors (PackedSequence)
+            return Opaque(type(value))
+
+    def _ref(self, tensor: torch.Tensor) -> Any:
+        value = self._recorder.log.find(tensor)
+        if value is None:
+            with no_modes():
+                value = self._recorder.value_of(tensor)
+        return Ref(value)
 
 
 def _slices(tensor: torch.Tensor, index: tuple[Any, ...]) -> Iterator[tuple[int, slice]]:

@@ -7,7 +7,6 @@ What a function calls itself is part of it. Ops outside of every function have n
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ class Sites(DeviceSources):
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__(recorder)
-        self._found: list[SiteCall] = []
+        self._found: list[dict[str, Any]] = []  # fields of a `SiteCall`, but for how many calls there are
         self.measured: set[tuple[int, int]] = set()
         self._counts: Counter[tuple[int, str]] = Counter()  # calls of a function by (module call, name)
 
@@ -76,23 +75,16 @@ class Sites(DeviceSources):
         if func in _READS and call_log is not None:
             call_log.read(args[:1], func, result)
         if recorder.log.now > begin:
-            self._found.append(
-                SiteCall(
-                    call=call,
-                    function=name,
-                    occurrence=occurrence,
-                    begin=begin,
-                    end=recorder.log.now,
-                    inputs=tuple(self._values((args, kwargs or {}))),
-                    outputs=tuple(self._values(result)),
-                    line=line,
-                )
-            )
+            self._found.append({
+                "call": call, "function": name, "occurrence": occurrence, "begin": begin, "end": recorder.log.now,
+                "inputs": tuple(self._values((args, kwargs or {}))), "outputs": tuple(self._values(result)),
+                "line": line,
+            })  # fmt: skip
         return result
 
     def found(self) -> tuple[SiteCall, ...]:
         """The calls, when the run is over and all are counted."""
-        return tuple(replace(site, calls=self._counts[site.call, site.function]) for site in self._found)
+        return tuple(SiteCall(**site, calls=self._counts[site["call"], site["function"]]) for site in self._found)
 
     def _values(self, arguments: Any) -> Iterator[tuple[str, int]]:
         for path, tensor in nested.tensors_in(arguments):

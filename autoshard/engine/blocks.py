@@ -164,11 +164,15 @@ _UNEVEN = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelWork:
-    """The blocks of a model in their order, for `samples` samples of `tokens` tokens."""
+    """The blocks of a model in their order, for `samples` samples of `tokens` tokens.
+
+    `layers`: module paths of the layers, in the order in which they run.
+    """
 
     blocks: tuple[Block, ...]
     samples: int
     tokens: int
+    layers: tuple[str, ...]
 
     @property
     def parameters(self) -> int:
@@ -195,7 +199,17 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True
             groups = _chosen(found, path)
             block = _block(graph, batch, groups, path, count, indices, causal, seen)
             blocks.append(replace(block, cuts_loss=any(cut_loss(lookup, group) is not None for group in groups)))
-    return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens)
+    layers = _layers(found, {block.path for block in blocks if block.layer})
+    return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers)
+
+
+def _layers(found: AxisGroups, wanted: set[str]) -> tuple[str, ...]:
+    """Module paths of repeated layers, in the order in which they run."""
+    begins = [
+        (ops[0], path) for region in found.regions if region.path in wanted and region.path != OUTSIDE
+        for path, ops in zip(region.paths, region.each or [region.ops], strict=True)
+    ]  # fmt: skip
+    return tuple(path for _, path in sorted(begins))
 
 
 def _sections(graph: ModelGraph, found: AxisGroups) -> Iterator[tuple[str, int, Sequence[int]]]:

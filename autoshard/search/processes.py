@@ -209,7 +209,7 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
         index for index, stage in enumerate(split_stages(traced.work, recipe)) for block, n in stage if block.layer
         for _ in range(n)
     ]  # fmt: skip
-    layers = layer_paths(traced)
+    layers = traced.work.layers
     places = dict(zip(layers, stage_of_layer, strict=True))
     stage_of = {name: str(stage) for name, stage in _tensor_stages(traced.graph, places, count).items()}
     placed = collapse(stage_of, traced.graph)
@@ -224,22 +224,8 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
 
 def _gathered(traced: Traced, recipe: Recipe) -> list[str]:
     """The layers that are recomputed as one; of replicas, whose parameters are gathered as one, those that may be."""
-    layers = layer_paths(traced)
-    return gathered_alone(traced.graph, layers) if recipe.replicas > 1 else layers
-
-
-def layer_paths(traced: Traced) -> list[str]:
-    """Module paths of the layers, in the order in which they run."""
-    from autoshard.axes.groups import find_groups
-    from autoshard.axes.regions import OUTSIDE
-
-    wanted = {block.path for block in traced.work.blocks if block.layer}
-    regions = [region for region in find_groups(traced.graph).regions if region.path in wanted]
-    found = [
-        (ops[0], path) for region in regions if region.path != OUTSIDE
-        for path, ops in zip(region.paths, region.each or [region.ops], strict=True)
-    ]  # fmt: skip
-    return [path for _, path in sorted(found)]
+    layers = traced.work.layers
+    return gathered_alone(traced.graph, layers) if recipe.replicas > 1 else list(layers)
 
 
 def _tensor_stages(graph: ModelGraph, places: dict[str, int], count: int) -> dict[str, int]:
