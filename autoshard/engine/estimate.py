@@ -1,7 +1,7 @@
 """Estimate: the consequences of a plan. Data only; `pricer` and the search compute it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoshard.common.sizes import format_bytes, format_seconds
 
@@ -111,9 +111,10 @@ class Event:
     """Something that occupies a device, or a link into it, for a while in a predicted pass.
 
     `kind`: "forward", "backward", "weight" (the part of backward that makes gradients of parameters, where a schedule
-    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (offloaded parameters) or "optimizer";
-    of plans for processes also "exchange" (collectives that kernels wait for), "gather" and "reduce" (collectives
-    beside kernels) and "decode" (further tokens).
+    has it apart), "recompute", "transfer", "all-reduce", "all-gather", "fetch" (offloaded parameters), "optimizer", or
+    "launch" (a device waits for the one thread that launches the ops of all); of plans for processes also "exchange"
+    (collectives that kernels wait for), "gather" and "reduce" (collectives beside kernels) and "decode" (further
+    tokens).
     `stage` and `microbatch` are -1 where there are none; `source` is the other end of a transfer or fetch.
     """
 
@@ -126,6 +127,10 @@ class Event:
     source: str = ""
     nbytes: int = 0
     label: str = ""
+
+    def starting(self, begin: float) -> "Event":
+        """The same of an event that has not begun: of one from 0 on, moved to its time."""
+        return replace(self, begin_seconds=begin, end_seconds=begin + self.end_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

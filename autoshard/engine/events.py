@@ -5,13 +5,13 @@
     cuda:1                                 | blocks.2 | head |
 
 A pass is lowered to a program (`programs`) of the estimate's own seconds and played: those of a device add up to its
-`compute_seconds`, and the last event ends at `latency_seconds`, unless that is longer because one thread can't launch
-ops any faster. Neighbouring ops of one module are one event.
+`compute_seconds`, and the last event ends at `latency_seconds`. Where the one thread that launches the ops of all
+devices takes longer than they do, they wait for it ("launch"). Neighbouring ops of one module are one event.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from math import ceil
 
 import numpy as np
@@ -20,7 +20,8 @@ from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.module_paths import above
 from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
-from autoshard.engine.estimate import Estimate, Event, Transfer
+from autoshard.engine.estimate import Event
+from autoshard.engine.lanes import Lanes, copied, timed
 from autoshard.engine.links import Collective
 from autoshard.engine.offloaded import (
     PASSES,
@@ -30,11 +31,13 @@ from autoshard.engine.offloaded import (
     offloaded_modules,
     offloaded_program,
 )
+from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.placed import check_devices, moved_copies
-from autoshard.engine.pricer import estimate_mesh
-from autoshard.engine.programs import Task, play
+from autoshard.engine.pricer import check_mesh, in_one_piece
+from autoshard.engine.programs import play
+from autoshard.engine.replicas import run_replicas
 from autoshard.engine.timing import op_seconds, optimizer_seconds
-from autoshard.flow import Copy, Flow, flow
+from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
@@ -49,9 +52,8 @@ def events(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Event, ...]:
     Raises `PlanError` for a plan that names what the model or the cluster lacks.
     """
     if plan.mesh is not None:
-        estimate = estimate_mesh(plan, profile, cluster)
-        stages = estimate.pipelining
-        found = stages.events if stages is not None else _of_replicas(plan, profile, cluster, estimate)
+        check_mesh(plan, cluster)
+        found = _of_mesh(plan, profile, cluster)
     elif plan.cuts:
         found = _of_cuts(plan, profile, cluster)
     else:
@@ -59,18 +61,14 @@ def events(plan: Plan, profile: Profile, cluster: Cluster) -> tuple[Event, ...]:
     return tuple(sorted(found, key=lambda event: (event.begin_seconds, event.device, event.source)))
 
 
-def _event(device: str, kind: str, seconds: float, **more: str | int) -> Event:
-    """An event that has not begun: it ends after so many seconds."""
-    return Event(device=device, kind=kind, begin_seconds=0.0, end_seconds=seconds, **more)  # type: ignore[arg-type]
-
-
-def _copied(one: Copy | Transfer, seconds: float) -> Event:
-    label = f"{one.producer or '(model)'} -> {one.consumer or '(model)'}"
-    return _event(one.destination, "transfer", seconds, source=one.source, nbytes=one.nbytes, label=label)
-
-
-def _at(event: Event, begin: float) -> Event:
-    return replace(event, begin_seconds=begin, end_seconds=begin + event.end_seconds)
+def _of_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Sequence[Event]:
+    if profile.workload.new_tokens:
+        return _in_turns(in_one_piece(plan), profile, cluster)
+    if plan.mesh is not None and plan.mesh.pp == 1:
+        return _of_replicas(plan, profile, cluster)
+    stages = estimate_stages(plan, profile, cluster).pipelining
+    assert stages is not None
+    return stages.events
 
 
 # ---- devices that take turns: ops and copies in the order of the recorded run, and what they wait for
@@ -95,14 +93,14 @@ def _in_turns(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
     middle = len(ends) // 2
     first, begin = (ends[middle - 1] + 1, played.ends[ends[middle - 1]]) if middle else (0, 0.0)
     own = [number for number in range(first, ends[middle] + 1) if program[number].stream == "compute"]
-    found = [_at(event, played.begins[n] - begin) for n, (_, event) in zip(own, drawn, strict=True)]
+    found = [event.starting(played.begins[n] - begin) for n, (_, event) in zip(own, drawn, strict=True)]
     found = [event for event in found if event.end_seconds > event.begin_seconds or event.kind == "transfer"]
     end = played.ends[ends[middle]]
     for task, came, there in zip(program, played.begins, played.ends, strict=True):
         if task.stream != "compute" and there > begin and came < end:
             module = modules[calls[int(task.name)][2]]
             nbytes = sum(graph.storages[storage].nbytes for storage in module.storages)
-            event = _event(module.device, "fetch", 0.0, source=module.store, nbytes=nbytes, label=module.path)
+            event = timed(module.device, "fetch", 0.0, source=module.store, nbytes=nbytes, label=module.path)
             found.append(replace(event, begin_seconds=max(came, begin) - begin, end_seconds=min(there, end) - begin))
     return found
 
@@ -112,7 +110,7 @@ def _ordered(profile: Profile, cluster: Cluster, moves: Flow, breaks: Collection
     copies: dict[int, list[tuple[float, Event]]] = {}
     for copy in moved_copies(moves):
         seconds = cluster.link(copy.source, copy.destination).seconds(copy.nbytes)
-        copies.setdefault(ceil(copy.born), []).append((copy.born, _copied(copy, seconds)))
+        copies.setdefault(ceil(copy.born), []).append((copy.born, copied(copy, seconds)))
     found = []
     for begin, event in runs(profile, cluster, moves.devices, moves.op_device, {*copies, *breaks}):
         found += [(int(born), copy) for born, copy in sorted(copies.pop(begin, ()), key=lambda row: row[0])]
@@ -141,7 +139,7 @@ def runs(
     for op in sorted({*busy.tolist(), *(op for op in breaks if op < len(graph.ops))}):
         row = graph.ops[op]
         device = devices[placed[op]] if placed[op] >= 0 else ""
-        event = _event(device, kind_of(row, graph), float(seconds[op]), label=graph.calls[row.call].path)
+        event = timed(device, kind_of(row, graph), float(seconds[op]), label=graph.calls[row.call].path)
         begin, before = found[-1] if found else (0, event)
         if found and op not in breaks and replace(before, end_seconds=event.end_seconds) == event:
             found[-1] = begin, replace(before, end_seconds=before.end_seconds + event.end_seconds)
@@ -165,34 +163,10 @@ def optimizer_events(profile: Profile, cluster: Cluster, moves: Flow) -> list[Ev
         if moves.tensor_device[name] in own:
             own[moves.tensor_device[name]] += nbytes
     steps = ((name, optimizer_seconds(own[name], profile.workload, cluster.device(name))) for name in own)
-    return [_event(name, "optimizer", seconds) for name, seconds in steps if seconds]
+    return [timed(name, "optimizer", seconds) for name, seconds in steps if seconds]
 
 
 # ---- devices that work at the same time: ranks of a plan with cuts, replicas
-
-
-@dataclass(slots=True)
-class _Lanes:
-    """A program of events on the devices of a plan, each device a stream of its own."""
-
-    tasks: list[Task] = field(default_factory=list)
-    drawn: list[Event] = field(default_factory=list)
-    last: dict[str, int] = field(default_factory=dict)
-
-    def add(self, event: Event, after: Sequence[int] = (), stream: str = "") -> None:
-        """Add what happens on the event's device, or on another stream, once some tasks have ended."""
-        stream = stream or event.device
-        self.last[stream] = len(self.tasks)
-        self.tasks.append(Task(name="", stream=stream, seconds=event.end_seconds, after=tuple(after)))
-        self.drawn.append(event)
-
-    def ends(self) -> tuple[int, ...]:
-        """The last task of every stream."""
-        return tuple(self.last.values())
-
-    def played(self) -> Iterator[Event]:
-        """The events at their times."""
-        yield from map(_at, self.drawn, play(self.tasks).begins)
 
 
 def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
@@ -214,7 +188,7 @@ def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
         for begin, event in runs(local, cluster, moves.devices, moves.op_device, bounds):
             parts[name][bisect_right(bounds, begin)] += [event] if event.end_seconds else []
         parts[name][-1] += optimizer_events(local, cluster, moves)
-    lanes = _Lanes()
+    lanes = Lanes()
     for number in range(len(bounds) + 1):
         for name in names:
             for event in parts[name][number]:
@@ -223,7 +197,7 @@ def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
             seconds, kind = collective.seconds(cluster, names), "all-gather" if collective.gathers else "all-reduce"
             before = lanes.ends()
             for name in names:
-                lanes.add(_event(name, kind, seconds, nbytes=collective.nbytes, label=collective.block), before)
+                lanes.add(timed(name, kind, seconds, nbytes=collective.nbytes, label=collective.block), before)
     return list(lanes.played())
 
 
@@ -238,31 +212,15 @@ def _backward_end(graph: ModelGraph, collective: Collective) -> int:
     return last + 1
 
 
-def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster, estimate: Estimate) -> list[Event]:
-    """Parts of the batch go out, every replica computes, gradients are summed, results come back.
-
-    The estimate has one figure for what a device computes; forward and backward share it as they do on one device.
-    """
-    lanes, first, copies = _Lanes(), plan.devices[0].name, {True: list[Event](), False: list[Event]()}
-    for one in estimate.transfers:
-        copies[one.destination == first].append(_copied(one, one.seconds))
-    for event in copies[False]:
-        lanes.add(event, stream="copies")
-    begin = lanes.ends()
-    for device in estimate.devices:
-        if device.compute_seconds:
-            totals = _kinds(profile, cluster, device.name)
-            scale = device.compute_seconds / sum(totals.values())
-            for kind, seconds in totals.items():
-                lanes.add(_event(device.name, kind, seconds * scale), begin)
-    computed = lanes.ends()
-    for device in estimate.devices:
-        if device.transfer_seconds:
-            lanes.add(_event(device.name, "all-reduce", device.transfer_seconds), computed)
-    summed = lanes.ends()
-    for event in copies[True]:
-        lanes.add(event, summed, stream="copies")
-    return list(lanes.played())
+def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
+    """Replicas side by side: forward and backward share what a device computes as they do on one device."""
+    run = run_replicas(plan, profile, cluster)
+    computing = {}
+    for replica in run.replicas:
+        totals = _kinds(profile, cluster, replica.name)
+        scale = replica.compute_seconds / (sum(totals.values()) or 1.0)
+        computing[replica.name] = {kind: seconds * scale for kind, seconds in totals.items()}
+    return list(run.lanes(computing).played())
 
 
 def _kinds(profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:

@@ -21,6 +21,7 @@ from autoshard.capture.stages import Staged, divide
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
+from autoshard.engine.lanes import waiting
 from autoshard.engine.placed import lower_bound, of_every_device
 from autoshard.engine.stage_memory import StageBytes, StageMemory
 from autoshard.engine.timing import op_seconds, optimizer_seconds
@@ -150,16 +151,18 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     """
     run = run_plan(plan, profile, cluster)
     workload, count, stages = profile.workload, plan.num_microbatches, run.stages
-    rows, events, latency = dict[str, DeviceEstimate](), _events(run), 0.0
+    rows, events = dict[str, DeviceEstimate](), _events(run)
+    launch = count * sum(stage.launch_seconds for stage in stages)
     for pp_rank, stage in enumerate(stages):
         name, device = stage.device, cluster.device(stage.device)
         step = optimizer_seconds(sum(stage.trained) * workload.training, workload, device)
         rows[name] = _device_estimate(run, pp_rank, device, count, workload, step)
         begin = run.done(pp_rank)
-        latency = max(latency, begin + step)
-        events += [_event(name, "optimizer", begin, begin + step)] if step else []
-    launch = count * sum(stage.launch_seconds for stage in stages)
-    latency, bound = max(latency, launch), max(launch, lower_bound(profile, cluster, divided=True))
+        end = begin + step
+        events += [_event(name, "optimizer", begin, end)] if step else []
+        events += [replace(waiting(name, 0.0), begin_seconds=end, end_seconds=launch)] if launch > end else []
+    latency = max((event.end_seconds for event in events), default=0.0)
+    bound = max(launch, lower_bound(profile, cluster, divided=True))
     busiest = min(max(row.compute_seconds + row.transfer_seconds for row in rows.values()), latency)
     return Estimate(
         devices=of_every_device(rows, cluster),

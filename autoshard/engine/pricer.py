@@ -17,7 +17,7 @@ from autoshard.engine.placed import check_devices, estimate_placed, lower_bound
 from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.flow import Flow, flow
-from autoshard.plan import Plan
+from autoshard.plan import Mesh, Plan
 from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile
 
@@ -111,6 +111,15 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
 
     Raises `PlanError` if the plan names what the model or the cluster lacks, or is one for processes.
     """
+    mesh = check_mesh(plan, cluster)
+    if profile.workload.new_tokens:
+        found = price(in_one_piece(plan), replace(profile, further=None), cluster)
+        return replace(found, notes=(*found.notes, UNDIVIDED))
+    return (estimate_replicas if mesh.pp == 1 else estimate_stages)(plan, profile, cluster)
+
+
+def check_mesh(plan: Plan, cluster: Cluster) -> Mesh:
+    """The mesh of a plan with replicas or stages in one process. Raises `PlanError` as above."""
     mesh = plan.mesh
     if mesh is None:
         raise PlanError("this plan has no mesh.")
@@ -120,10 +129,7 @@ def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
             "this plan needs a process per device, and such plans are priced with the model itself: use "
             'autoshard.estimate, or plan again with launch="processes".'
         )
-    if profile.workload.new_tokens:
-        found = price(in_one_piece(plan), replace(profile, further=None), cluster)
-        return replace(found, notes=(*found.notes, UNDIVIDED))
-    return (estimate_replicas if mesh.pp == 1 else estimate_stages)(plan, profile, cluster)
+    return mesh
 
 
 def needs_processes(plan: Plan, hosts: Iterable[str]) -> bool:

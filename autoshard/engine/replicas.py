@@ -7,7 +7,7 @@ come from the first device and outputs go back there, and one thread launches al
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -16,6 +16,7 @@ import numpy as np
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Transfer, gap_above
+from autoshard.engine.lanes import Lanes, copied, timed, waiting
 from autoshard.engine.links import all_reduce_seconds
 from autoshard.engine.placed import bytes_at, lower_bound, moments, of_every_device, of_moments
 from autoshard.engine.timing import counted_flops, optimizer_seconds, roofline
@@ -33,12 +34,7 @@ SUMMED = "gradients are summed after backward; one process per device (torchrun)
 
 def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
     """Compute what a plan of replicas costs. Raises `PlanError` if it does not say how the batch is divided."""
-    mesh, batch = plan.mesh, plan.batch
-    if mesh is None or batch is None:
-        raise PlanError("this plan has no replicas, or does not say how to divide the batch. Make the plan again.")
-    devices = [cluster.device(device.name) for device in plan.devices[: mesh.data]]
-    pricer = ReplicaPricer(RowSizes(profile, batch), count=mesh.data)
-    run = pricer.run(cluster, devices, rows_per_replica(batch, mesh.shares, mesh.data))
+    run = run_replicas(plan, profile, cluster)
     by_name = {one.name: replace(one, transfer_seconds=run.sum_seconds) for one in run.replicas}
     bound = lower_bound(profile, cluster, divided=True)
     return Estimate(
@@ -53,6 +49,16 @@ def estimate_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> Estimat
         collective_seconds=run.sum_seconds,
         all_reduces=int(run.sum_seconds > 0),
     )
+
+
+def run_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> "ReplicaPass":
+    """Price the replicas of a plan. Raises `PlanError` if it does not say how the batch is divided."""
+    mesh, batch = plan.mesh, plan.batch
+    if mesh is None or batch is None:
+        raise PlanError("this plan has no replicas, or does not say how to divide the batch. Make the plan again.")
+    devices = [cluster.device(device.name) for device in plan.devices[: mesh.data]]
+    pricer = ReplicaPricer(RowSizes(profile, batch), count=mesh.data)
+    return pricer.run(cluster, devices, rows_per_replica(batch, mesh.shares, mesh.data))
 
 
 def rows_per_replica(batch: BatchAxis, shares: Sequence[int], count: int) -> tuple[int, ...]:
@@ -105,12 +111,47 @@ class RowSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaPass:
-    """Replicas in a pass: each of them, what is copied to and from them, and the seconds of the sum and of all."""
+    """Replicas in a pass.
+
+    `transfers`: what is copied to and from them; `sum_seconds`: of the sum of their gradients; `launch_seconds`: of the
+    one thread that launches the ops of all.
+    """
 
     replicas: tuple[DeviceEstimate, ...]
     transfers: tuple[Transfer, ...]
     sum_seconds: float
-    seconds: float
+    launch_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the pass."""
+        return self.lanes({one.name: {"forward": one.compute_seconds} for one in self.replicas}).seconds
+
+    def lanes(self, computing: Mapping[str, Mapping[str, float]]) -> Lanes:
+        """Parts of the batch go out, every replica computes, gradients are summed, results come back.
+
+        `computing`: seconds of each device by kind. It takes as long as the slowest replica, or the one thread that
+        launches what all of them do, and copies and sums.
+        """
+        lanes, first = Lanes(), self.replicas[0].name
+        for one in self.transfers:
+            if one.destination != first:
+                lanes.add(copied(one, one.seconds), stream="copies")
+        begin = lanes.ends()
+        for name, kinds in computing.items():
+            for kind, seconds in kinds.items():
+                lanes.add(timed(name, kind, seconds), begin)
+            waits = self.launch_seconds - sum(kinds.values())
+            if waits > 0:
+                lanes.add(waiting(name, waits), begin)
+        computed = lanes.ends()
+        for name in computing if self.sum_seconds else ():
+            lanes.add(timed(name, "all-reduce", self.sum_seconds), computed)
+        summed = lanes.ends()
+        for one in self.transfers:
+            if one.destination == first:
+                lanes.add(copied(one, one.seconds), summed, stream="copies")
+        return lanes
 
 
 class ReplicaPricer:
@@ -125,8 +166,7 @@ class ReplicaPricer:
     def run(self, cluster: Cluster, devices: Sequence[Device], rows: Sequence[int]) -> ReplicaPass:
         """A pass in which every device has so many rows.
 
-        It takes as long as the slowest replica, or the one thread that launches what all of them do, and copies and
-        sums. Gradients are added along a tree: 2 to 1, 4 to 3, …; then 3 to 1, …
+        Gradients are added along a tree: 2 to 1, 4 to 3, …; then 3 to 1, …
         """
         replicas = tuple(
             self.of(device, share, first=not index, adds=index % 2 == 1 and index + 1 < len(devices))
@@ -136,11 +176,9 @@ class ReplicaPricer:
         summed = all_reduce_seconds(cluster, names, sum(self.trained)) if len(names) > 1 and self.trained else 0.0
         transfers = _transfers(cluster, names, rows, self.rows)
         launched = np.count_nonzero(self.rows.sizes(self.rows.size).moved)
-        launch = sum(float(launched) * device.launch_seconds for device in devices)
         return ReplicaPass(
             replicas=replicas, transfers=transfers, sum_seconds=summed,
-            seconds=max(launch, *(one.compute_seconds for one in replicas)) + summed
-            + sum(transfer.seconds for transfer in transfers),
+            launch_seconds=sum(float(launched) * device.launch_seconds for device in devices),
         )  # fmt: skip
 
     def of(self, device: Device, rows: int, *, first: bool = False, adds: bool = False) -> DeviceEstimate:

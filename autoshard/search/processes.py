@@ -209,8 +209,7 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
         index for index, stage in enumerate(split_stages(traced.work, recipe)) for block, n in stage if block.layer
         for _ in range(n)
     ]  # fmt: skip
-    layers = traced.work.layers
-    places = dict(zip(layers, stage_of_layer, strict=True))
+    places = dict(zip(traced.work.layers, stage_of_layer, strict=True))
     stage_of = {name: str(stage) for name, stage in _tensor_stages(traced.graph, places, count).items()}
     placed = collapse(stage_of, traced.graph)
     paths: list[list[str]] = [[] for _ in range(count)]

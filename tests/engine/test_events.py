@@ -34,6 +34,7 @@ class Net(nn.Module):
 
 INPUTS = torch.zeros(4, 8, dtype=torch.long)
 TRAINING = Workload(mode="training")
+WAITING = Workload(mode="training", batch_size=64, sequence_length=8)
 CASES = {
     "one device": ("1xT4", "balanced", None),
     "placements": ("3xA100-40GB", "balanced", None),
@@ -41,6 +42,9 @@ CASES = {
     "cuts": ("2xA100-40GB", "column-parallel", None),
     "unequal cuts": ("2xA100-40GB", "column-parallel", None),
     "cuts in training": ("2xA100-40GB", "column-parallel", TRAINING),
+    "replicas that wait for the host": ("2xA100-40GB", "data-parallel", WAITING),
+    "a pipeline that waits for the host": ("2xA100-40GB", "pipeline", WAITING),
+    "replicas in inference": ("2xA100-40GB", "data-parallel", Workload(batch_size=64, sequence_length=8)),
     "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=64, sequence_length=64)),
     "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=64, sequence_length=64)),
     "offloaded": ({"cpu:0": "80KiB", "cpu": "10MiB"}, "auto", None),
@@ -52,9 +56,9 @@ CASES = {
 def made(case: str):
     spec, strategy, workload = CASES[case]
     objective = "memory" if "cuts" in case else "throughput" if case in ("placements", "training") else "latency"
-    large = case in ("replicas", "pipeline")
-    inputs = torch.zeros(64, 64, dtype=torch.long) if large else INPUTS
-    model = Net(width=256 if large else 32).train(workload is not None)
+    sizes = (workload.batch_size, workload.sequence_length) if workload and workload.batch_size else INPUTS.shape
+    inputs = torch.zeros(sizes, dtype=torch.long)
+    model = Net(width=256 if case in ("replicas", "pipeline") else 32).train(workload is not None)
     if case in ("placements", "training"):  # without pins one device is best
         names = parse_devices(spec).names
         pins = {f"downs.{i}": names[(i + 1) % len(names)] for i in range(4)}
@@ -85,6 +89,8 @@ def test_events_sum_to_the_estimate(case):
         ]
         total = sum(event.end_seconds - event.begin_seconds for event in own)
         assert total == pytest.approx(device.compute_seconds, rel=1e-9)
+    waits = [event for event in found if event.kind == "launch"]
+    assert bool(waits) == ("wait" in case or case == "replicas in inference")
     assert max(event.end_seconds for event in found) == pytest.approx(estimate.latency_seconds, rel=1e-9)
     copied = [event for event in found if event.kind == "transfer"]
     assert sum(event.nbytes for event in copied) == sum(transfer.nbytes for transfer in estimate.transfers)

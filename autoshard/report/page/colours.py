@@ -17,6 +17,7 @@ KINDS = {
     "weight": "#b36bd0",
     "recompute": "#7fb2ee",
     "optimizer": "#8e5fc2",
+    "launch": "#c3c8d0",
     "transfer": "#e0a030",
     "fetch": "#2aa5b5",
     "all-reduce": "#3aa76d",
