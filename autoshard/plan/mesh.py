@@ -61,6 +61,11 @@ class Mesh:
         return self.tp
 
     @property
+    def cut_ranks(self) -> int:
+        """How many ranks share what is cut: matrices, experts or sequences."""
+        return self.tp * self.cp * self.ep
+
+    @property
     def sharded(self) -> bool:
         """Whether replicas keep parts of the parameters."""
         return self.fsdp > 1

@@ -54,7 +54,7 @@ class Plan:
             copies the result back.
         mesh: how the devices form replicas, stages and tensor-parallel ranks; None for plans that only place modules,
             and for those that only cut them. `placements` are then those of replica 0 and tensor rank 0, and cuts have
-            `mesh.tensor` shares.
+            `mesh.cut_ranks` shares.
         batch: how the batch is divided into micro-batches and over replicas; None where it is not.
         stages: of a pipeline, in the order in which they run; their paths are the keys of `placements`. With
             interleaving there are several per device. Of sharded replicas, the modules that are gathered as one.

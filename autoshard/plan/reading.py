@@ -121,7 +121,7 @@ def _check(plan: Any) -> None:
     if plan.batch is not None:
         _check_batch(plan.batch)
     _check_stages(plan)
-    _check_cuts(plan.cuts, plan.mesh.tensor if plan.mesh else len(names))
+    _check_cuts(plan.cuts, plan.mesh.cut_ranks if plan.mesh else len(names))
     for part in [part for row in plan.results for part in row.parts]:
         expect(part.dim >= 0, "results.parts", "a dimension from 0", part.dim)
         expect(0 <= part.cut < len(plan.cuts), "results.parts", "one of the cuts", part.cut)
@@ -166,22 +166,29 @@ def _check_stages(plan: Any) -> None:
 
 def _check_cuts(cuts: tuple[Cut, ...], ranks: int) -> None:
     seen: set[str] = set()
+    spread = {cut.blocks for cut in cuts if any(action.kind == "dispatch" for action in cut.actions)}
     for index, cut in enumerate(cuts):
         where = f"cuts[{index}]"
         expect(len(set(cut.blocks)) == len(cut.blocks) > 0, f"{where}.blocks", "different module paths", cut.blocks)
-        expect(cut.size > 1, f"{where}.size", "more than one slice", cut.size)
-        good = len(cut.shares) == ranks and all(share > 0 for share in cut.shares) and sum(cut.shares) == cut.size
+        alone = cut.size == 1 and cut.blocks in spread  # experts of a list, each on one rank
+        expect(cut.size > 1 or alone, f"{where}.size", "more than one slice", cut.size)
+        least = 0 if alone else 1
+        good = len(cut.shares) == ranks and min(cut.shares) >= least and sum(cut.shares) == cut.size
         expect(good, f"{where}.shares", f"{ranks} positive shares of {cut.size} slices", cut.shares)
-        tokens = any(action.kind in ("divide", "collect", "join") for action in cut.actions)
-        expect(len(cut.shards) > 0 or tokens, f"{where}.shards", "what is cut", cut.shards)
+        others = any(action.kind in ("divide", "collect", "join", "dispatch") for action in cut.actions)  # of no tensor
+        expect(len(cut.shards) > 0 or others, f"{where}.shards", "what is cut", cut.shards)
         names = [join(block, shard.name) for block in cut.blocks for shard in cut.shards]
         twice = sorted(seen.intersection(names)) or sorted({name for name in names if names.count(name) > 1})
         expect(not twice, f"{where}.shards", "tensors that nothing else cuts", twice[:1])
         seen.update(names)
         for shard in cut.shards:
             expect(shard.dim >= 0, f"{where}.shards", "a dimension from 0", shard.dim)
-        for axis in [shard.axis for shard in cut.shards] + [action.axis for action in cut.actions if action.axis]:
+        axes = [shard.axis for shard in cut.shards]
+        axes += [action.axis for action in cut.actions if action.axis and action.kind != "dispatch"]
+        for axis in axes:
             _check_axis(f"{where}.axis", axis, cut.size)
+        numbers = [action.axis.removeprefix("*") for action in cut.actions if action.kind == "dispatch"]
+        expect({*numbers} <= {str(cut.size)}, f"{where}.axis", f"{cut.size} experts", numbers)
         for scale in cut.scales:
             expect(len(scale.local) == ranks, f"{where}.scales", f"{ranks} numbers", scale.local)
 

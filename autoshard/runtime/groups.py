@@ -47,7 +47,7 @@ def group_of(
 
 def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> ProcessRanks:
     """The ranks that share a replica, or the experts of several, with this process; all ranks call it."""
-    degree = mesh.tensor * mesh.cp * mesh.ep
+    degree = mesh.cut_ranks
     return group_of([range(first, first + degree) for first in range(0, mesh.size, degree)], ranks, made)
 
 

@@ -95,10 +95,13 @@ def plan_for(mesh, devices, model_dtype=torch.float32, **wishes):
 
 
 def completed(text, model, inputs):
-    """A plan with its cuts and how its batch is divided, found once here and not by every process."""
+    """A plan with its cuts and how its batch is divided, found once here and not by every process: as from a file."""
     plan = Plan.from_json(text)
     with mock.patch("autoshard.runtime.launched.count_processes", lambda: plan.mesh.size):
-        return asked.completed(model, plan, inputs)
+        found = asked.completed(model, plan, inputs)
+    again = Plan.from_json(found.to_json())
+    assert again == found and again.to_json() == found.to_json()
+    return again
 
 
 def train(model, ids, steps=3, micro_batch=None):

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import autoshard
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VERSION, Mesh, Plan, PlanDevice, Stage
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
 from autoshard.plan.sharding import Action, Cut, Part, Results, Scale, Shard, Whole, coordinates_of, is_axis
 from autoshard.plan.workload import Workload
+from tests.blocks import Block
 
 NAMES = st.text(st.characters(exclude_characters=".", exclude_categories=["Cs"]), min_size=1, max_size=6)
 JSON = st.recursive(
@@ -350,3 +352,20 @@ def test_a_damaged_plan_is_refused(change, words):
     change(data)
     with pytest.raises(PlanError, match=words):
         Plan.from_json(json.dumps(data))
+
+
+STRATEGIES = ("auto", "balanced", "sequential", "pipeline", "data-parallel", "column-parallel")
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_plans_of_all_strategies_are_applied_from_files(strategy, mode):
+    model = torch.nn.Sequential(*(Block(16) for _ in range(4))).train(mode == "training")
+    x, devices = torch.randn(4, 16), {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    workload = Workload(batch_size=4, mode=mode)
+    plan = autoshard.plan(model, devices, inputs=(x,), strategy=strategy, workload=workload)
+    again = Plan.from_json(plan.to_json())
+    assert again == plan
+    expected = model(x)
+    autoshard.apply(model, again)
+    torch.testing.assert_close(model(x), expected)
