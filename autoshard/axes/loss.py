@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from autoshard.axes.axis import Factor
-from autoshard.axes.communication import CommunicationPoints, Lookup
+from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
 from autoshard.axes.regions import CLASS_LOSS, OUTSIDE, Region
 from autoshard.axes.walk import walk_over
 from autoshard.capture.graph import Call, ModelGraph, Op, name_of
 from autoshard.common.module_paths import above, join
-from autoshard.plan.sharding import Cut
+from autoshard.plan.sharding import Action, Cut
 
 FUNCTION = "cross_entropy"
 
@@ -58,7 +58,7 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
     if len(calls) != 1 or gathers[0].argument not in calls[0].output_paths:
         return None
     logits = calls[0].outputs[calls[0].output_paths.index(gathers[0].argument)]
-    between, losses = _read(lookup, logits)
+    between, losses = read_until_losses(lookup, logits)
     moving = {logits, *(value for op in between for value in op.outputs)}
     if not losses or not moving.isdisjoint({*graph.alive_after} - {*graph.outputs}):
         return None
@@ -69,12 +69,12 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
         return None
     for op in losses:
         shape = graph.values[op.inputs[0]].shape
-        if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (factor,) or not _is_plain(graph, op):
+        if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (factor,) or not is_plain(graph, op):
             return None
     return CutLoss(call=calls[0], losses=tuple(op.index for op in losses))
 
 
-def _read(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
+def read_until_losses(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
     """The ops between logits and losses, and the losses; none where something else reads them as well."""
     graph = lookup.graph
     between: dict[int, Op] = {}
@@ -96,7 +96,7 @@ def _read(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
     return [between[index] for index in sorted(between)], list(losses.values())
 
 
-def _is_plain(graph: ModelGraph, op: Op) -> bool:
+def is_plain(graph: ModelGraph, op: Op) -> bool:
     """Whether a loss is of classes by number, all of which weigh the same."""
     return len(op.inputs) == 2 and graph.values[op.inputs[1]].dtype == torch.int64
 
@@ -106,10 +106,8 @@ def _spread(lookup: Lookup, group: AxisGroup, cut: Cut, loss: CutLoss) -> tuple[
 
     The cut alone where there is no such module.
     """
-    places = CommunicationPoints(lookup, Region(path=OUTSIDE, ops=(), paths=(OUTSIDE,)), group.walk, frozenset())
-    found = [places.call_at("loss", op, f"*{group.size}") for op in loss.losses]
-    action, *others = {replace(one, occurrence=-1, calls=0, line="") for one in found}
-    if others or action.function != FUNCTION or action.module not in above(loss.call.path):
+    action = loss_action(lookup, loss.losses, f"*{group.size}")
+    if action is None or action.module not in above(loss.call.path):
         return (cut,)
     spread = [replace(one, kind="spread") if one.kind == "gather" else one for one in cut.actions]
     losses = replace(
@@ -117,3 +115,15 @@ def _spread(lookup: Lookup, group: AxisGroup, cut: Cut, loss: CutLoss) -> tuple[
         training=True, title="losses of cut logits",
     )  # fmt: skip
     return replace(cut, actions=tuple(spread)), losses
+
+
+def loss_action(lookup: Lookup, losses: Sequence[int], axis: str) -> Action | None:
+    """The action around some losses, all of which one module calls; None where there is no such module."""
+    walk = walk_over(lookup.graph, ())
+    places = CommunicationPoints(lookup, Region(path=OUTSIDE, ops=(), paths=(OUTSIDE,)), walk, frozenset())
+    try:
+        found = [places.call_at("loss", op, axis) for op in losses]
+    except Unplaceable:
+        return None
+    action, *others = {replace(one, occurrence=-1, calls=0, line="") for one in found}
+    return None if others or action.function != FUNCTION else action

@@ -21,11 +21,12 @@ from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceabl
 from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
 from autoshard.axes.regions import OUTSIDE, Region, element_of, find_regions
+from autoshard.axes.token_losses import divide_losses
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import Action, Cut
+from autoshard.plan.sharding import Action, Cut, Results
 
 ATTENTION = "scaled_dot_product_attention"
 _SHAPING = frozenset(
@@ -93,8 +94,10 @@ def _divided(
     return [], reason
 
 
-def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[Cut, ...]:
+def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
     """Return the cuts that divide the tokens of all blocks with attention over so many ranks, which share no matrix.
+
+    With them, which modules give each rank a part.
 
     `graph`: captured with `composite=True`; `training`: in training mode. Raises `PlanError` where a block with
     attention can't be.
@@ -112,7 +115,7 @@ def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[Cut,
         found += cuts
     if not found:
         raise PlanError(f"cp={degree} divides tokens around {ATTENTION}, which this model does not call.")
-    return tuple(found)
+    return divide_losses(lookup, found)
 
 
 def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:

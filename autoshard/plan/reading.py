@@ -164,6 +164,9 @@ def _check_stages(plan: Any) -> None:
         expect(len(plan.stages) % pipeline == 0, "stages", f"a multiple of {pipeline} stages", len(plan.stages))
 
 
+_OF_NO_TENSOR = ("divide", "collect", "join", "spread_tokens", "loss", "dispatch")
+
+
 def _check_cuts(cuts: tuple[Cut, ...], ranks: int) -> None:
     seen: set[str] = set()
     spread = {cut.blocks for cut in cuts if any(action.kind == "dispatch" for action in cut.actions)}
@@ -175,7 +178,7 @@ def _check_cuts(cuts: tuple[Cut, ...], ranks: int) -> None:
         least = 0 if alone else 1
         good = len(cut.shares) == ranks and min(cut.shares) >= least and sum(cut.shares) == cut.size
         expect(good, f"{where}.shares", f"{ranks} positive shares of {cut.size} slices", cut.shares)
-        others = any(action.kind in ("divide", "collect", "join", "dispatch") for action in cut.actions)  # of no tensor
+        others = any(action.kind in _OF_NO_TENSOR for action in cut.actions)
         expect(len(cut.shards) > 0 or others, f"{where}.shards", "what is cut", cut.shards)
         names = [join(block, shard.name) for block in cut.blocks for shard in cut.shards]
         twice = sorted(seen.intersection(names)) or sorted({name for name in names if names.count(name) > 1})

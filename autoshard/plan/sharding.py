@@ -18,7 +18,7 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "copy_to", "slice", "gather", "lookup", "dropout", "copy_from", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss"
+    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss", "spread_tokens"
 ]  # fmt: skip
 
 LONGEST_DIMENSION = 2**27
@@ -71,8 +71,9 @@ class Action:
                                 star where a rank counts its own from 0 (see `runtime.experts`)
     spread    result            while gradients are enabled and a loss is awaited, all parts stay where they are: the
                                 result is a DTensor, divided along dimension `dim`, an `axis`. Else gather
-    loss      the call          cross entropy of spread logits, of which each rank has some classes, an `axis`; what
-                                the module gives of them is put together
+    loss      the call          cross entropy of spread logits, of which each rank has some classes or tokens, an
+                                `axis`; what the module gives of them is put together
+    spread_tokens  result       as join; but while a loss is awaited, and of one sample, as spread
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
                                 At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)
     """
@@ -126,7 +127,7 @@ def count_collectives(actions: Iterable[Action]) -> tuple[int, int]:
     listed = list(actions)
     reductions = sum(action.kind in ("reduce", "mean", "lookup", "scatter") for action in listed)
     added = sum(action.gathered for action in listed)
-    gathers = ("gather", "collect", "whole", "join", "spread", "loss")
+    gathers = ("gather", "collect", "whole", "join", "spread", "loss", "spread_tokens")
     return reductions - added, added + sum(action.kind in gathers for action in listed)
 
 

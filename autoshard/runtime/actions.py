@@ -27,7 +27,7 @@ from autoshard.runtime.steps import ALONG, Memo, Step
 
 ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
-_SIZED = ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss")
+_SIZED = ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss", "spread_tokens")
 """Kinds of actions that say an axis, besides those along tokens."""
 _SINGLE = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",

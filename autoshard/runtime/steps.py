@@ -21,6 +21,9 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 
 
+_ON_RESULTS = frozenset({"reduce", "mean", "gather", "spread", "copy_from", "scatter", "join", "spread_tokens"})
+
+
 class Memo:
     """The tensors that have entered the cuts of one block in this forward: each enters once, whoever reads it.
 
@@ -172,7 +175,7 @@ class Step:
     def _check_dims(self, tensor: torch.Tensor) -> None:
         """Raise `ApplyError` for a tensor with more or fewer dimensions: the one that is meant may be another."""
         if self.action.dims not in (0, tensor.dim()):
-            what = "output" if self.action.kind in ("gather", "spread", "scatter", "join") else "input"
+            what = "output" if self.action.kind in _ON_RESULTS else "input"
             raise ApplyError(
                 f"{self.where}: its {what} is of shape {list(tensor.shape)}, and the plan is for {self.action.dims} "
                 "dimensions. Plan again with inputs like these."
@@ -185,7 +188,7 @@ class Step:
         if self.action.kind == "loss":
             assert self.axis is not None
             return cut_loss.put_together(result, self.axis)
-        if self.action.kind not in ("reduce", "mean", "gather", "spread", "copy_from", "scatter", "join"):
+        if self.action.kind not in _ON_RESULTS:
             return result
         if not self.action.argument and isinstance(result, torch.Tensor):
             return self._after(result)
@@ -204,6 +207,9 @@ class Step:
             return self._axis_of(tensor).gather(tensor, self.action.dim)
         if self.action.kind == "copy_from":
             return copy_from_region(tensor, self.ranks)
+        if self.action.kind == "spread_tokens":
+            self._check_dims(tensor)
+            return cut_loss.spread_tokens(tensor, self.ranks, self.action.dim) if self._divides else tensor
         if self.action.kind in ALONG:
             if self._divides:
                 return self._moved(tensor)

@@ -137,10 +137,10 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
         assert plan.mesh is not None
         traced = trace(model, inputs, plan.workload)
         if spread:
-            cuts = find_experts(model, traced.graph, plan.mesh.ep)
+            plan = replace(plan, cuts=find_experts(model, traced.graph, plan.mesh.ep))
         else:
-            cuts = find_context(model, traced.graph, traced.inputs, plan.workload, plan.mesh.cp)
-        plan = replace(plan, cuts=cuts)
+            cuts, results = find_context(model, traced.graph, traced.inputs, plan.workload, plan.mesh.cp)
+            plan = replace(plan, cuts=cuts, results=results)
     if staged:
         from autoshard.check.batch import find_batch_axis
 

@@ -81,8 +81,9 @@ class Folded(Block):
 
 
 class Net(nn.Module):
-    def __init__(self, kind, near=0):
+    def __init__(self, kind, near=0, normed=False):
         super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if normed else nn.Identity()
         self.embed, self.head, self.near = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), near
         self.layers = nn.ModuleList(kind() for _ in range(2))
 
@@ -92,18 +93,19 @@ class Net(nn.Module):
         mask = (at <= at[:, None]) & (at > at[:, None] - self.near) if self.near else None
         for layer in self.layers:
             x = layer(x, turn, mask)
-        logits = self.head(x)
+        logits = self.head(self.norm(x)).float()
         return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def made(kind, near=0):
+def made(kind, near=0, normed=False):
     torch.manual_seed(0)
-    return Net(kind, near)
+    return Net(kind, near, normed)
 
 
 MAKES = {
     "plain": functools.partial(made, Block),
     "masked": functools.partial(made, Block, 3),  # attention to the last three tokens
+    "normed": functools.partial(made, Block, 0, True),
     "mixing": functools.partial(made, Mixing),
 }
 IDS = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -119,21 +121,27 @@ def plan_of(make, mesh, devices, **wishes):
 
 
 CASES = {  # the ranks that found where to divide by themselves have the first
-    2: [("plain", "cp=2", "none"), ("masked", "cp=2", "full"), ("mixing", "cp=2", "none")],
-    4: [("plain", "dp=2,cp=2", "none"), ("masked", "fsdp=2,cp=2", "full"), ("plain", "cp=4", "none")],
-}
+    2: [
+        ("plain", "cp=2", "none", 4), ("masked", "cp=2", "full", 4), ("mixing", "cp=2", "none", 4),
+        ("normed", "cp=2", "none", 1),
+    ],
+    4: [
+        ("plain", "dp=2,cp=2", "none", 2), ("masked", "fsdp=2,cp=2", "full", 2), ("plain", "cp=4", "none", 4),
+        ("normed", "fsdp=2,cp=2", "full", 1),
+    ],
+}  # fmt: skip
 
 
 @sharded_replicas
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_of_sequences_train_as_on_one_process(ranks):
     jobs = {}
-    for number, (name, mesh, recompute) in enumerate(CASES[ranks]):
-        text, plan = plan_of(MAKES[name], mesh, ranks, recompute=recompute), None
+    for number, (name, mesh, recompute, samples) in enumerate(CASES[ranks]):
+        text, plan = plan_of(MAKES[name], mesh, ranks, recompute=recompute, micro_batch=samples), None
         if number or ranks > 2:
             plan = launched.completed(text, MAKES[name](), INPUTS)
         degree = Plan.from_json(text).mesh.cp
-        jobs[mesh, name] = launched.trained, MAKES[name], plan or text, IDS, degree, "layers.1.up"
+        jobs[mesh, name] = launched.trained, MAKES[name], plan or text, IDS, degree, "head"
     for results in run_ranks(run_jobs, ranks, jobs):
         for name, found in results.items():
             assert found["losses"] < 1e-5 and found["norms"] < 1e-5, (name, found)

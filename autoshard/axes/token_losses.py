@@ -1,0 +1,152 @@
+"""Logits that stay in parts until their loss is known, where ranks divide tokens (context parallelism).
+
+    last block ─▶ norm ─▶ head ─▶ logits, in parts ─▶ float, view, … ─▶ cross_entropy ─▶ loss, the same everywhere
+        part       part    part         └──────────── put together where the model gives them out
+
+Without it every rank computes norm, head and loss of all tokens. Between the last block and the head every op works on
+each token by itself, and nobody else reads what it gives; behind the head it is as in `axes.loss`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.axes.axis import Factor, factors_of, resolve
+from autoshard.axes.communication import Lookup
+from autoshard.axes.loss import is_plain, loss_action, read_until_losses
+from autoshard.axes.walk import AxisWalk, walk_over
+from autoshard.capture.graph import Call, Op
+from autoshard.common.module_paths import above, is_below, relative
+from autoshard.plan.sharding import Action, Cut, Part, Results
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLoss:
+    """The losses (ops) of logits whose tokens may stay divided.
+
+    Attributes:
+        call, output, dim: of the head, which of its outputs the logits are, and their dimension of tokens.
+        summed: parameters between the last block and the logits, by name.
+    """
+
+    call: Call
+    output: int
+    dim: int
+    losses: tuple[int, ...]
+    summed: tuple[str, ...]
+
+
+def token_loss(lookup: Lookup, value: int, dim: int) -> TokenLoss | None:
+    """The losses that alone are made of a value divided along `dim`; None where anything else reads all of its tokens.
+
+    `lookup`: of a graph that was captured with `composite=True`.
+    """
+    graph = lookup.graph
+    reached, closure = {value}, []
+    for op in graph.ops:
+        if not op.backward and not reached.isdisjoint(op.inputs):
+            closure.append(op)
+            reached.update(op.outputs)
+    for logits in sorted(reached - {value}):
+        between, losses = read_until_losses(lookup, logits)
+        if losses:
+            break
+    else:
+        return None
+    calls = [call for call in graph.calls if logits in call.outputs]
+    made_at = graph.values[logits].op
+    before = [op for op in closure if op.index <= made_at]
+    walk = walk_over(graph, [*before, *between])
+    axis = resolve(walk.of(value)[dim])
+    factor = axis[0] if len(axis) == 1 else None
+    if not calls or not isinstance(factor, Factor) or factor.unshardable:
+        return None
+    leaving = {*graph.outputs, *graph.alive_after, *(measured for measured, _ in graph.measured)}
+    divided = {value, *(one for op in before for one in op.outputs)} - {logits}
+    moving = {logits, *(one for op in between for one in op.outputs)}
+    summed = _parameters(lookup, walk, before, divided, factor)
+    if summed is None or divided & leaving or moving & (set(graph.alive_after) - set(graph.outputs)):
+        return None
+    if not all(is_plain(graph, op) and _has_tokens(walk, op, factor) for op in losses):
+        return None
+    call = max(calls, key=lambda one: one.begin)  # the innermost
+    return TokenLoss(
+        call=call, output=call.outputs.index(logits), dim=walk.cut_dims(logits, factor)[0],
+        losses=tuple(op.index for op in losses), summed=summed,
+    )  # fmt: skip
+
+
+def _parameters(
+    lookup: Lookup, walk: AxisWalk, ops: Sequence[Op], divided: set[int], factor: Factor
+) -> tuple[str, ...] | None:
+    """Names of the parameters that divided tokens meet in some ops; None where tokens meet each other, or other code.
+
+    `divided`: what the ops read and make, but for the logits.
+    """
+    inside = {op.index for op in ops}
+    mixing = {op for op, axis in walk.blocks if factor in factors_of(axis)}
+    mixing |= {one.op for one in walk.contractions if factor in factors_of(one.axis)}
+    mixing |= {op for op, _ in walk.random_calls}
+    if mixing & inside or any(op.mutates for op in ops):
+        return None
+    found: list[str] = []
+    for op in ops:
+        for made in op.outputs:
+            dims = walk.cut_dims(made, factor)
+            if len(dims) != 1 or resolve(walk.of(made)[dims[0]]) != (factor,):
+                return None
+        for one in set(op.inputs) - divided:
+            if walk.cut_dims(one, factor) or (one in lookup.differentiable and one not in lookup.tensors):
+                return None
+            if one in lookup.differentiable:
+                if not inside.issuperset(lookup.readers[one]):
+                    return None
+                found.append(lookup.tensors[one][0])
+    read = {index for one in divided for index in lookup.readers.get(one, ()) if not lookup.graph.ops[index].backward}
+    return tuple(dict.fromkeys(found)) if read <= inside else None
+
+
+def _has_tokens(walk: AxisWalk, op: Op, factor: Factor) -> bool:
+    """Whether a loss is of logits in which each place of one dimension, beside that of the classes, is a token."""
+    dims = walk.cut_dims(op.inputs[0], factor)
+    return len(dims) == 1 and dims[0] != min(1, len(walk.of(op.inputs[0])) - 1)
+
+
+def divide_losses(lookup: Lookup, cuts: Sequence[Cut]) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
+    """Return the cuts of divided tokens with norm, head and loss divided as well, where that can be.
+
+    With them, which modules give each rank a part then.
+    """
+    made: list[Cut] = []
+    results: list[Results] = []
+    for cut in cuts:
+        joins = [action for action in cut.actions if action.kind == "join"]
+        end = _divided(lookup, cut, joins[0]) if joins == list(cut.actions) and joins else ()
+        if end:
+            module, part = end[-1].blocks[0], Part(path="", dim=joins[0].dim, axis=joins[0].axis, cut=len(made))
+            inner = tuple(path for path in above(cut.blocks[0]) if path != module and is_below(path, module))
+            results += [Results(modules=inner, tensors=(), parts=(part,))] if inner else []
+        made += end or [cut]
+    return tuple(made), tuple(results)
+
+
+def _divided(lookup: Lookup, cut: Cut, join: Action) -> tuple[Cut, ...]:
+    """The cuts of the head and of the losses, instead of the one that puts tokens together before; () for none."""
+    (call,) = (one for one in lookup.graph.calls if one.path == cut.blocks[0])
+    loss = token_loss(lookup, call.outputs[call.output_paths.index(join.argument)], join.dim)
+    action = loss_action(lookup, loss.losses, join.axis) if loss is not None else None
+    if loss is None or action is None:
+        return ()
+    if not all(is_below(path, action.module) for path in (loss.call.path, cut.blocks[0], *loss.summed)):
+        return ()
+    logits = Action(
+        kind="spread_tokens", module="", argument=loss.call.output_paths[loss.output], dim=loss.dim,
+        dims=len(lookup.graph.values[loss.call.outputs[loss.output]].shape), axis=join.axis,
+    )  # fmt: skip
+    names = tuple(relative(name, action.module) for name in loss.summed)
+    return (
+        replace(cut, blocks=(loss.call.path,), actions=(logits,), title="logits of divided tokens"),
+        replace(
+            cut, blocks=(action.module,), actions=(replace(action, module=""),), summed=names,
+            title="losses of divided tokens",
+        ),
+    )  # fmt: skip
