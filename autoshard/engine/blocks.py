@@ -17,6 +17,7 @@ from autoshard.axes.communication import Lookup
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.loss import cut_loss
 from autoshard.axes.regions import OUTSIDE, outside_ops
+from autoshard.axes.token_losses import token_loss
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.errors import PlanError
@@ -91,6 +92,8 @@ class Block:
         input_elements: what the block before hands over, for the samples that were traced.
         itemsize: bytes per element of most activations, as traced.
         cuts_loss: tensor parallelism divides the logits of its loss, which `apply` puts together behind it.
+        divides_loss: context parallelism divides the tokens of its loss, if there is one sample; `apply` puts the
+            logits together behind it.
         keeps: whether its layers keep all activations, whatever a recipe says.
         known: what was computed of it before.
     """
@@ -112,6 +115,7 @@ class Block:
     routed_elements: int = 0
     itemsize: int = 2
     cuts_loss: bool = False
+    divides_loss: bool = False
     keeps: bool = False
     known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
@@ -198,7 +202,9 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True
         if indices:
             groups = _chosen(found, path)
             block = _block(graph, batch, groups, path, count, indices, causal, seen)
-            blocks.append(replace(block, cuts_loss=any(cut_loss(lookup, group) is not None for group in groups)))
+            cuts_loss = any(cut_loss(lookup, group) is not None for group in groups)
+            divides_loss = path == "last" and _divides_loss(lookup, found)
+            blocks.append(replace(block, cuts_loss=cuts_loss, divides_loss=divides_loss))
     layers = _layers(found, {block.path for block in blocks if block.layer})
     return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers)
 
@@ -210,6 +216,17 @@ def _layers(found: AxisGroups, wanted: set[str]) -> tuple[str, ...]:
         for path, ops in zip(region.paths, region.each or [region.ops], strict=True)
     ]  # fmt: skip
     return tuple(path for _, path in sorted(begins))
+
+
+def _divides_loss(lookup: Lookup, found: AxisGroups) -> bool:
+    """Whether the tokens that a last layer gives may stay divided until the loss."""
+    graph = lookup.graph
+    last = {region.paths[-1] for region in found.regions if region.path != OUTSIDE}
+    given = {value for call in graph.calls if call.path in last for value in call.outputs}
+    return any(
+        token_loss(lookup, value, dim) is not None
+        for value in given for dim in range(1, len(graph.values[value].shape) - 1)
+    )  # fmt: skip
 
 
 def _sections(graph: ModelGraph, found: AxisGroups) -> Iterator[tuple[str, int, Sequence[int]]]:

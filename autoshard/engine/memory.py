@@ -152,8 +152,13 @@ def live_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
 
 def share_of(block: Block, share: Share, recipe: Recipe) -> Share:
     """What a rank has of a block: outside of layers whole sequences, unless the parts of the loss stay apart."""
-    whole = not block.layer and not recipe.loss_parallel and share.cp > 1
-    return replace(share, cp=1) if whole else share
+    divided = block.layer or recipe.loss_parallel or divides_loss(block, recipe)
+    return share if divided or share.cp == 1 else replace(share, cp=1)
+
+
+def divides_loss(block: Block, recipe: Recipe) -> bool:
+    """Whether `apply` leaves the logits of context parallelism in parts until their loss is known."""
+    return recipe.cp > 1 and block.divides_loss and recipe.micro_batch == 1 and recipe.op_by_op
 
 
 def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
@@ -245,9 +250,12 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of the logits where a loss is made: they, what the loss keeps of them, and their gradients.
 
-    What `apply` cuts is put together behind the loss, since the model gives it out.
+    What `apply` divides is put together behind the loss, since the model gives it out.
     """
     rows = share_of(block, share, recipe).rows
+    if not recipe.loss_parallel and divides_loss(block, recipe):
+        parts = sums_of(block).logits * rows
+        return parts * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack]) + parts * share.cp * recipe.precision.compute
     cut = recipe.cuts_losses and block.cuts_loss and not recipe.loss_parallel
     logits = sums_of(block).logits * rows
     part = logits / (recipe.tp if recipe.loss_parallel or cut else 1)

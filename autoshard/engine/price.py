@@ -9,7 +9,15 @@ from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import Efficiency, efficiency_of
 from autoshard.engine.local import Share, cache_elements, sums_of
-from autoshard.engine.memory import Memory, Stage, live_elements, local_elements, share_of, step_memory
+from autoshard.engine.memory import (
+    Memory,
+    Stage,
+    divides_loss,
+    live_elements,
+    local_elements,
+    share_of,
+    step_memory,
+)  # fmt: skip
 from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, layer_seconds
@@ -349,9 +357,11 @@ def tensor_seconds(setting: Setting, block: Block) -> float:
 
 
 def context_seconds(setting: Setting, block: Block) -> float:
-    """Keys and values of the other ranks of context parallelism, in one forward of one layer."""
+    """Keys and values of the other ranks of context parallelism, in one forward of one layer; or their logits."""
     recipe, share = setting.recipe, setting.share
     kept = cache_elements(block)
+    if divides_loss(block, recipe) and not recipe.loss_parallel:
+        kept += sums_of(block).logits
     if recipe.cp < 2 or not kept:
         return 0.0
     nbytes = kept * share.rows * recipe.cp / recipe.tp * recipe.precision.compute

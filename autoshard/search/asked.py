@@ -134,12 +134,13 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
         from autoshard.check.experts import find_experts
         from autoshard.search.traced import trace
 
-        assert plan.mesh is not None
+        mesh = plan.mesh
+        assert mesh is not None
         traced = trace(model, inputs, plan.workload)
         if spread:
-            plan = replace(plan, cuts=find_experts(model, traced.graph, plan.mesh.ep))
+            plan = replace(plan, cuts=find_experts(model, traced.graph, mesh.ep))
         else:
-            cuts, results = find_context(model, traced.graph, traced.inputs, plan.workload, plan.mesh.cp)
+            cuts, results = find_context(model, traced.graph, traced.inputs, plan.workload, mesh.cp)
             plan = replace(plan, cuts=cuts, results=results)
     if staged:
         from autoshard.check.batch import find_batch_axis

@@ -117,20 +117,23 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
         plan_processes(traced(4096, 24), parse_devices("2xT4"), Asked())
 
 
-def test_sequences_in_parts_have_whole_logits_where_apply_makes_them():
-    """A step of one sample of 65,536 tokens: 4,096 logits of 16 bytes each are 4 GiB on every rank."""
-    task = task_on("4xA100-40GB", samples=1, tokens=65536, given=Fixed(mesh={"cp": 4}))
+@pytest.mark.parametrize(("samples", "nbytes"), [(1, 16 / 4 + 2), (2, 2 * 16)])
+def test_sequences_in_parts_have_whole_logits_where_apply_makes_them(samples, nbytes):
+    """Samples of 65,536 tokens with 4,096 logits each: of one, parts of 16 bytes per logit, and 2 for what is given."""
+    fixed = Fixed(mesh={"cp": 4}, micro_batch=samples)
+    task = task_on("4xA100-40GB", samples=samples, tokens=65536, given=fixed)
     recipe = search(task).ranking[0].recipe
     assert recipe.cp == 4 and not recipe.loss_parallel
-    whole, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)).estimate for parallel in (False, True))
-    assert isinstance(whole, StepEstimate) and isinstance(parts, StepEstimate)
-    at_loss = [next(one for one in each.memory.curve if one.name == "loss").transient for each in (whole, parts)]
-    assert at_loss == pytest.approx([65536 * 4096 * 16, 65536 * 4096 * 4]) and whole.seconds > parts.seconds
+    made, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)).estimate for parallel in (False, True))
+    assert isinstance(made, StepEstimate) and isinstance(parts, StepEstimate)
+    at_loss = [next(one for one in each.memory.curve if one.name == "loss").transient for each in (made, parts)]
+    assert at_loss == pytest.approx([65536 * 4096 * nbytes, samples * 65536 * 4096 * 4])
+    assert made.seconds > parts.seconds
 
 
 def test_logits_that_leave_no_room_are_named():
     work = traced(samples=1, tokens=262144)
-    with pytest.raises(PlanError, match=r"10\.0 GiB are logits and their copies around the loss.* Use shorter"):
+    with pytest.raises(PlanError, match=r"10\.0 GiB are logits and their copies around the loss.* It fits on 4"):
         plan_processes(work, parse_devices("2xT4"), Asked())
 
 
