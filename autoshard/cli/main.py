@@ -26,7 +26,7 @@ from autoshard.cli.steps import (
     profile_of,
     workload_of,
 )
-from autoshard.common.start import end_quietly
+from autoshard.common.start import end_quietly, leave
 from autoshard.errors import PlanError, SpecError
 
 if TYPE_CHECKING:
@@ -265,22 +265,33 @@ def run() -> None:
     # What is imported stays, and so do the half million objects of a large model and its graph, which are scanned again
     # and again otherwise: 0.7 s of 6 for 405B.
     gc.freeze()
-    imported = gc.get_freeze_count()
     gc.set_threshold(1_000_000, 50, 1000)
     gc.enable()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if hasattr(signal, "SIGPIPE"):  # `| head` reads a few lines and goes: that is no error
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        app(prog_name="autoshard")
+        status = _status()
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
             raise
         sys.exit(f"Error: cannot write the output: {error.strerror}.")
     finally:
         end_quietly()
-        if gc.get_freeze_count() > imported:  # by `all_listed`: libraries in C++ report what is never let go of
-            gc.unfreeze()
+    leave(status)
+    sys.exit(status)
+
+
+def _status() -> int:
+    """Run what the command line says, and return the exit status."""
+    try:
+        app(prog_name="autoshard")
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            raise
+        sys.stdout.flush()
+        return ended.code or 0
+    return 0
 
 
 def _show_axes(target: "Target", as_json: bool) -> None:

@@ -3,9 +3,11 @@
 torch takes two seconds to import, before any code of the command line runs; so importing the package sees to it.
 """
 
+import atexit
 import os
 import signal
 import sys
+import threading
 from typing import Any
 
 INTERRUPTED = 130
@@ -15,6 +17,19 @@ INTERRUPTED = 130
 def end_quietly() -> None:
     """Let Ctrl-C end this process at once: nothing has been begun, or all is done."""
     signal.signal(signal.SIGINT, _exit)
+
+
+def leave(status: int) -> None:
+    """End this process without taking its objects apart: a second and 120 MB after a plan of 70 billion parameters.
+
+    What was registered for the end runs. Where other threads are still to be waited for, this does nothing.
+    """
+    if any(not thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread()):
+        return
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def is_command() -> bool:
