@@ -19,13 +19,13 @@ from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.unchecked import as_cut
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.graph import ModelGraph, name_of
-from autoshard.capture.run import own_random_numbers
+from autoshard.capture.run import MODULE_PATH, own_random_numbers
 from autoshard.check.follow import Differs, follow, required_on
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
 from autoshard.check.misuse import find_misuse
 from autoshard.check.rank import Arguments, call_of, record_rank
 from autoshard.check.runs import RankRuns, other_runs
-from autoshard.common.module_paths import join
+from autoshard.common.module_paths import is_below, join
 from autoshard.common.progress import tell
 from autoshard.plan.sharding import Cut, Refusal
 from autoshard.plan.workload import Workload
@@ -34,6 +34,8 @@ from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]
 """(index of a group, shares) of groups that are cut at once."""
+Cuts = Mapping[int, tuple[AxisGroup, Cut]]
+"""Groups and their cuts, by the places at which they were given."""
 
 
 class CutChecks:
@@ -139,33 +141,47 @@ class CutChecks:
     # ---- what ranks do beside the whole
 
     def _follow(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> dict[int, str]:
-        """Follow what ranks do with these cuts in the whole model; places of those that can't be, with the reason."""
-        key = tuple((group.index, cut.shares) for group, cut in zip(groups, cuts, strict=True))
-        if key not in self._followed:
-            self._followed[key] = self._to_blame(groups, cuts, self._difference(groups, cuts))
-        return self._followed[key]
+        """Follow what ranks do with these cuts in the whole model; places of those that can't be, with the reason.
 
-    def _difference(self, groups: Sequence[AxisGroup], cuts: Sequence[Cut]) -> "tuple[RankRuns, Differs] | None":
-        """What some rank does otherwise than the whole model in one of the runs. Ranks of equal shares do the same."""
-        shares = [cut.shares for cut in cuts]
-        ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}.values()
+        In the first run with a difference, cuts are taken out until there is none. What is left is followed in all runs
+        when it is checked by itself: no cuts are kept unless every run was followed with all of them.
+        """
+        key = tuple((group.index, cut.shares) for group, cut in zip(groups, cuts, strict=True))
+        if key in self._followed:
+            return self._followed[key]
+        reasons: dict[int, str] = {}
         for run in self._all_runs():
-            found = [self._in_run(run, group) for group in groups]
-            if [] in found:
-                missing = groups[found.index([])]
-                return run, Differs(-1, f"{missing.shards[0].name} can't be cut by its axes")
-            theirs = [group for same in found for group in same]
-            its_shares = [share for same, share in zip(found, shares, strict=True) for _ in same]
-            try:
-                for rank in ranks:
-                    with own_random_numbers():
-                        required = required_on(run.graph, theirs, its_shares, rank)
-                        find_misuse(self._model, run.graph, run.call_log, required)
-                        follow(run.graph, record_rank(self._model, cuts, rank, run.record), required, rank)
-            except Differs as error:
-                return run, error
-            except Exception as error:
-                return run, Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}")
+            what = f" ({run.what})" if run.what else ""
+            found = {place: pair for place, pair in enumerate(zip(groups, cuts, strict=True))}
+            for place, (group, _) in tuple(found.items()):
+                if not self._in_run(run, group):
+                    reasons[place] = f"{group.shards[0].name} can't be cut by its axes{what}"
+                    del found[place]
+            while found and (error := self._difference(run, found)) is not None:
+                place, error = self._to_blame(run, found, error)
+                reasons[place] = f"{error}{what}"
+                del found[place]
+            if reasons:
+                break
+        self._followed[key] = reasons
+        return reasons
+
+    def _difference(self, run: RankRuns, found: Cuts) -> Differs | None:
+        """What some rank does otherwise than the whole model in a run. Ranks of equal shares do the same."""
+        groups = [(same, cut.shares) for group, cut in found.values() for same in self._in_run(run, group)]
+        ranks = {column: rank for rank, column in enumerate(zip(*(shares for _, shares in groups), strict=True))}
+        cuts = [cut for _, cut in found.values()]
+        try:
+            for rank in ranks.values():
+                with own_random_numbers():
+                    required = required_on(run.graph, *zip(*groups, strict=True), rank)
+                    find_misuse(self._model, run.graph, run.call_log, required)
+                    follow(run.graph, record_rank(self._model, cuts, rank, run.record), required, rank)
+        except Differs as error:
+            return error
+        except Exception as error:
+            path = getattr(error.__cause__, MODULE_PATH, "")
+            return Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}", path)
         return None
 
     def _in_run(self, run: RankRuns, group: AxisGroup) -> list[AxisGroup]:
@@ -179,38 +195,35 @@ class CutChecks:
             self._runs += self._others()
         yield from self._runs[1:]
 
-    def _to_blame(
-        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], found: "tuple[RankRuns, Differs] | None"
-    ) -> dict[int, str]:
-        """Which of the cuts make a difference: those that work where it is, else those that make one alone."""
-        if found is None:
-            return {}
-        run, error = found
-        places = list(range(len(groups)))
-        own = [self._in_run(run, group) for group in groups]
-        at = [
-            place for place, (same, cut) in enumerate(zip(own, cuts, strict=True))
-            if not same or error.op in required_on(run.graph, same, [cut.shares] * len(same), 0)
-        ]  # fmt: skip
-        return self._halved(groups, cuts, at or places, found)
+    def _to_blame(self, run: RankRuns, found: Cuts, error: Differs) -> tuple[int, Differs]:
+        """The place of one of these cuts, which together make a difference, and that which it makes.
 
-    def _halved(
-        self, groups: Sequence[AxisGroup], cuts: Sequence[Cut], places: Sequence[int], found: tuple[RankRuns, Differs]
-    ) -> dict[int, str]:  # fmt: skip
-        """Which of these cuts make a difference: a half that makes none has none of them.
-
-        Where only both halves together make one, the smallest is given up. `found`: a difference that all of them make.
+        It is one of those that work where the difference is, and in a half of them that makes one. Where only both
+        halves together do, the smallest is given up.
         """
-        if len(places) == 1:
-            return {places[0]: _said(found)}
-        reasons: dict[int, str] = {}
-        half = len(places) // 2
-        for part in (places[:half], places[half:]):
-            differs = self._difference([groups[place] for place in part], [cuts[place] for place in part])
-            if differs is not None:
-                reasons |= self._halved(groups, cuts, part, differs)
-        least = min(places, key=lambda place: groups[place].nbytes)
-        return reasons or {least: _said(found)}
+        at = self._at(run, found, error)
+        if error.op < 0 and len(at) < len(found):
+            other = self._difference(run, at)  # what can't be run may have come from elsewhere
+            at, error = (found, error) if other is None else (at, other)
+        if len(at) == 1:
+            return next(iter(at)), error
+        places = list(at)
+        for part in (places[: len(at) // 2], places[len(at) // 2 :]):
+            half = {place: at[place] for place in part}
+            if (other := self._difference(run, half)) is not None:
+                return self._to_blame(run, half, other)
+        return min(at, key=lambda place: at[place][0].nbytes), error
+
+    def _at(self, run: RankRuns, found: Cuts, error: Differs) -> Cuts:
+        """The cuts that work on the op, or in the module, where a difference is; all of them if none does."""
+        paths = [run.graph.calls[op.call].path for op in run.graph.ops]
+        ops = {error.op} if error.op >= 0 else {op for op, path in enumerate(paths) if is_below(path, error.module)}
+        at = {}
+        for place, (group, cut) in found.items():
+            same = self._in_run(run, group)
+            if not ops.isdisjoint(required_on(run.graph, same, [cut.shares] * len(same), 0)):
+                at[place] = group, cut
+        return at or found
 
 
 def _modules_by_values(graph: ModelGraph) -> set[str]:
@@ -224,12 +237,6 @@ def _modules_by_values(graph: ModelGraph) -> set[str]:
         if by_mask or name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1):
             found.add(graph.calls[op.call].path)
     return found
-
-
-def _said(found: tuple[RankRuns, Differs]) -> str:
-    """A difference for people, with the run in which it is."""
-    run, error = found
-    return f"{error} ({run.what})" if run.what else str(error)
 
 
 def check_cuts(

@@ -43,11 +43,14 @@ _SKIPPED = "contiguous"
 
 
 class Differs(Exception):
-    """A rank does something else than the whole model; `op` is that of the whole, -1 if it is none."""
+    """A rank does something else than the whole model; `op` is that of the whole, -1 if it is none.
 
-    def __init__(self, op: int, message: str) -> None:
+    `module`: the path of the module in which it is, if the op is not known.
+    """
+
+    def __init__(self, op: int, message: str, module: str = "") -> None:
         super().__init__(message)
-        self.op = op
+        self.op, self.module = op, module
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from autoshard.axes.walk import where
 from autoshard.capture.graph import name_of
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
+from autoshard.common.module_paths import join
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.pricer import Pricer
 from autoshard.engine.timing import op_seconds
@@ -211,15 +212,18 @@ def valid_degrees(task: CutTask) -> tuple[int, ...]:
 
 
 def _conflicts(groups: Sequence[AxisGroup]) -> dict[int, frozenset[int]]:
-    """The groups' own conflicts, and those with groups of other analyses that cut the same parameter."""
+    """The groups' own conflicts, and those with groups of other analyses that cut the same parameter, or need it whole."""
     cutters: dict[str, set[int]] = {}
     for group in groups:
         for name in full_names(group):
             cutters.setdefault(name, set()).add(group.index)
-    return {
-        group.index: frozenset({*group.conflicts}.union(*(cutters[name] for name in full_names(group))) - {group.index})
-        for group in groups
-    }
+    found = {group.index: set(group.conflicts) for group in groups}
+    for group in groups:
+        whole = [join(block, name) for block in group.blocks for name in group.summed]
+        for other in {other for name in (*full_names(group), *whole) for other in cutters.get(name, ())} - {group.index}:
+            found[group.index].add(other)
+            found[other].add(group.index)
+    return {index: frozenset(others) for index, others in found.items()}
 
 
 def _refusal(task: CutTask, degree: int | None) -> str:
