@@ -5,7 +5,8 @@
     many     many tokens, those at the end of a row masked
 
 `max(length, heads)` is `length` in a long run, and `heads` in a short one. So the lengths are sizes of what can be cut,
-where such comparisons turn. A run that the model itself refuses (an image of another size) is left out.
+where such comparisons turn. A run that the model itself refuses (an image of another size) is left out, and so is one
+that would be the run of the plan again.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -85,10 +86,11 @@ def other_runs(model: nn.Module, call: Arguments, workload: Workload, groups: Se
     """Record the further runs. `call`: the arguments of the run of the plan; `groups`: what could be cut by it."""
     half, heads, most = _sizes(groups)
     few = _recorded(model, _calls(call, half, heads), partial(_with_gradients, model))
-    short = _recorded(model, _calls(call, heads, half), partial(_with_cache, model, workload))
+    cached = replace(workload, new_tokens=1)
+    short = _recorded(model, _calls(call, heads, half), partial(_plain, model, cached, call))
     if groups and short is not None:
         most = _fewer(call, groups[0].walk.graph, short.graph, heads, most)
-    many = _recorded(model, _calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload))
+    many = _recorded(model, _calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload, call))
     return [run for run in (few, short, many) if run is not None]
 
 
@@ -124,7 +126,9 @@ def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
     return max(2, sizes[0] // 2), sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0]
 
 
-def _recorded(model: nn.Module, calls: Sequence[Arguments], record: Callable[[Arguments], RankRuns]) -> RankRuns | None:
+def _recorded(
+    model: nn.Module, calls: Sequence[Arguments], record: Callable[[Arguments], RankRuns | None]
+) -> RankRuns | None:
     """The first of several calls that the model takes; None if it takes none of them."""
     for call in calls:
         with suppress(AutoshardError), own_random_numbers():
@@ -145,26 +149,29 @@ def _with_gradients(model: nn.Module, call: Arguments) -> RankRuns:
     )
 
 
-def _with_cache(model: nn.Module, workload: Workload, call: Arguments) -> RankRuns:
-    """A forward and, where the model keeps a cache, one more token."""
-    run = _plain(model, replace(workload, new_tokens=1), call)
-    decoded = any(name == "decode" for name, _, _ in run.graph.phases)
-    return replace(run, what=f"{run.what} and one more token") if decoded else run
+def _plain(model: nn.Module, workload: Workload, planned: Arguments, call: Arguments) -> RankRuns | None:
+    """A forward without gradients and, where the model keeps a cache, one more token; a trained model is evaluated, too.
 
-
-def _plain(model: nn.Module, workload: Workload, call: Arguments) -> RankRuns:
-    """A forward without gradients; a model that is trained is evaluated, too."""
+    None where that is the run of the plan, whose arguments are `planned`.
+    """
     args, kwargs = call
-    asked = replace(workload, mode="inference")
+    again = call is planned and not workload.training
+    if again and not workload.new_tokens:
+        return None
 
-    def record(local: nn.Module, level: Any = None) -> ModelGraph:
+    def record(local: nn.Module, new_tokens: int, level: Any = None) -> ModelGraph:
+        asked = replace(workload, mode="inference", new_tokens=new_tokens)
         with in_mode(local, False) if workload.training else nullcontext():
             return capture(local, kwargs or args, workload=asked, level=level, composite=True)
 
-    graph = record(model)
+    graph = record(model, workload.new_tokens)
+    decoded = any(name == "decode" for name, _, _ in graph.phases)
+    if again and not decoded:
+        return None
     groups = _by_key(find_groups(graph).groups)
-    same = partial(record, level=graph.level)
-    return RankRuns(what=f"with inputs {_shapes(call)}", graph=graph, groups=groups, record=same)
+    same = partial(record, new_tokens=workload.new_tokens if decoded else 0, level=graph.level)
+    what = f"with inputs {_shapes(call)}{' and one more token' if decoded else ''}"
+    return RankRuns(what=what, graph=graph, groups=groups, record=same)
 
 
 def _calls(call: Arguments, length: int, rows: int, masked: bool = False) -> list[Arguments]:
