@@ -19,7 +19,8 @@ from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.unchecked import as_cut
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.graph import ModelGraph, name_of
-from autoshard.capture.run import MODULE_PATH, own_random_numbers
+from autoshard.capture.record import MODULE_PATH
+from autoshard.capture.run import own_random_numbers
 from autoshard.check.follow import Differs, follow, required_on
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
 from autoshard.check.misuse import find_misuse
@@ -168,19 +169,20 @@ class CutChecks:
 
     def _difference(self, run: RankRuns, found: Cuts) -> Differs | None:
         """What some rank does otherwise than the whole model in a run. Ranks of equal shares do the same."""
-        groups = [(same, cut.shares) for group, cut in found.values() for same in self._in_run(run, group)]
-        ranks = {column: rank for rank, column in enumerate(zip(*(shares for _, shares in groups), strict=True))}
+        both = [(same, cut.shares) for group, cut in found.values() for same in self._in_run(run, group)]
+        groups, shares = [group for group, _ in both], [share for _, share in both]
+        ranks = {column: rank for rank, column in enumerate(zip(*shares, strict=True))}
         cuts = [cut for _, cut in found.values()]
         try:
             for rank in ranks.values():
                 with own_random_numbers():
-                    required = required_on(run.graph, *zip(*groups, strict=True), rank)
+                    required = required_on(run.graph, groups, shares, rank)
                     find_misuse(self._model, run.graph, run.call_log, required)
                     follow(run.graph, record_rank(self._model, cuts, rank, run.record), required, rank)
         except Differs as error:
             return error
         except Exception as error:
-            path = getattr(error.__cause__, MODULE_PATH, "")
+            path = getattr(error.__cause__ or error, MODULE_PATH, "")
             return Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}", path)
         return None
 

@@ -150,9 +150,9 @@ def _with_gradients(model: nn.Module, call: Arguments) -> RankRuns:
 
 
 def _plain(model: nn.Module, workload: Workload, planned: Arguments, call: Arguments) -> RankRuns | None:
-    """A forward without gradients and, where the model keeps a cache, one more token; a trained model is evaluated, too.
+    """A forward without gradients and, where the model keeps a cache, one more token.
 
-    None where that is the run of the plan, whose arguments are `planned`.
+    A model that is trained is evaluated, too. None if it is the run of the plan again, with its arguments `planned`.
     """
     args, kwargs = call
     again = call is planned and not workload.training

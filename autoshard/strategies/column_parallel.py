@@ -212,7 +212,7 @@ def valid_degrees(task: CutTask) -> tuple[int, ...]:
 
 
 def _conflicts(groups: Sequence[AxisGroup]) -> dict[int, frozenset[int]]:
-    """The groups' own conflicts, and those with groups of other analyses that cut the same parameter, or need it whole."""
+    """The groups' own conflicts, and those with groups of other analyses that cut what they cut, or use whole."""
     cutters: dict[str, set[int]] = {}
     for group in groups:
         for name in full_names(group):
@@ -220,7 +220,7 @@ def _conflicts(groups: Sequence[AxisGroup]) -> dict[int, frozenset[int]]:
     found = {group.index: set(group.conflicts) for group in groups}
     for group in groups:
         whole = [join(block, name) for block in group.blocks for name in group.summed]
-        for other in {other for name in (*full_names(group), *whole) for other in cutters.get(name, ())} - {group.index}:
+        for other in set().union(*(cutters.get(name, ()) for name in (*full_names(group), *whole))) - {group.index}:
             found[group.index].add(other)
             found[other].add(group.index)
     return {index: frozenset(others) for index, others in found.items()}

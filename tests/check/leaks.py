@@ -27,6 +27,19 @@ class Scaled(Wide):
         return h * self.up.weight.shape[0] ** -0.5
 
 
+class Unlike(Wide):
+    """Every one adds another number, so no two are alike; some scale by a width, some stop at other lengths than 5."""
+
+    def __init__(self, number: int, scales: bool, stops: bool) -> None:
+        super().__init__()
+        self.number, self.scales, self.stops = number, scales, stops
+
+    def between(self, h: torch.Tensor) -> torch.Tensor:
+        if self.stops and h.shape[1] != 5 and h.shape[-1] != 2 * WIDTH:
+            raise ValueError("too narrow")
+        return (h * self.up.weight.shape[0] ** -0.5 if self.scales else h) + self.number
+
+
 class Mean(Wide):
     """A mean that is a sum and a division, behind a gate that is open for all random values."""
 

@@ -7,10 +7,11 @@ from torch import nn
 import autoshard
 from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
+from autoshard.check import cuts
 from autoshard.check.cuts import check_cuts
 from autoshard.plan.sharding import Cut, Refusal
 from tests.check import leaks
-from tests.check.leaks import Flagged, Numbers, OneMarked, Outside, Spelt, Stack, Wide
+from tests.check.leaks import Flagged, Numbers, OneMarked, Outside, Spelt, Stack, Unlike, Wide
 
 X = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0))
 LEAK = "a size of what is cut reaches more than shapes"
@@ -73,6 +74,26 @@ def test_every_block_is_followed_and_not_the_first_of_those_that_are_alike():
     assert (
         isinstance(found, Refusal) and "mul in blocks.5 has 48 as other in the whole and 24 on a rank" in found.reason
     )
+
+
+def test_what_makes_a_difference_is_found_in_few_recordings(monkeypatch):
+    """Of ten unlike blocks two differ in the run of the plan, and two stop in another one."""
+    model = nn.Sequential(*(Unlike(number, number in (1, 6), number in (3, 8)) for number in range(10))).eval()
+    graph = capture(model, X, composite=True)
+    found = find_groups(graph)
+    groups = [group for group in found.groups if len(group.shards) == 3]
+    assert [group.blocks for group in groups] == [(str(number),) for number in range(10)]
+    checks = check_cuts(model, X, None, graph, found)
+    recorded = []
+    record = cuts.record_rank
+    monkeypatch.setattr(cuts, "record_rank", lambda *given: recorded.append(given) or record(*given))
+    for refused, words, most in (("16", "0.144", 3), ("38", "too narrow", 6), ("", "", 4)):
+        recorded.clear()
+        made = checks(groups, [(24, 24)] * len(groups))
+        reasons = {one.blocks[0]: cut.reason for one, cut in zip(groups, made, strict=True) if isinstance(cut, Refusal)}
+        assert "".join(reasons) == refused and all(words in reason for reason in reasons.values())
+        assert len(recorded) <= most
+        groups = [group for group in groups if group.blocks[0] not in reasons]
 
 
 def test_blocks_that_call_functions_by_other_names_are_cut_each_in_its_way():
