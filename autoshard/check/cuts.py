@@ -53,6 +53,7 @@ class CutChecks:
         self._blocks: dict[str, nn.Module] = {}
         self._cuts: dict[tuple[int, tuple[int, ...]], Cut | Refusal] = {}
         self._followed: dict[Key, dict[int, str]] = {}
+        self._worked: dict[tuple[str, int, tuple[int, ...]], frozenset[int]] = {}
 
     def __call__(self, groups: Sequence[AxisGroup], shares: Sequence[tuple[int, ...]]) -> list[Cut | Refusal]:
         """Check groups that are all cut at once; one outcome for each. If one is a refusal, others may be one, too."""
@@ -220,12 +221,16 @@ class CutChecks:
         """The cuts that work on the op, or in the module, where a difference is; all of them if none does."""
         paths = [run.graph.calls[op.call].path for op in run.graph.ops]
         ops = {error.op} if error.op >= 0 else {op for op, path in enumerate(paths) if is_below(path, error.module)}
-        at = {}
-        for place, (group, cut) in found.items():
-            same = self._in_run(run, group)
-            if not ops.isdisjoint(required_on(run.graph, same, [cut.shares] * len(same), 0)):
-                at[place] = group, cut
+        at = {place: pair for place, pair in found.items() if not ops.isdisjoint(self._works_on(run, *pair))}
         return at or found
+
+    def _works_on(self, run: RankRuns, group: AxisGroup, cut: Cut) -> frozenset[int]:
+        """The ops of a run that work on what a cut makes smaller."""
+        key = run.what, group.index, cut.shares
+        if key not in self._worked:
+            same = self._in_run(run, group)
+            self._worked[key] = frozenset(required_on(run.graph, same, [cut.shares] * len(same), 0))
+        return self._worked[key]
 
 
 def _modules_by_values(graph: ModelGraph) -> set[str]:
