@@ -38,6 +38,7 @@ from autoshard.runtime.moves import move_tensors, named_tensors
 from autoshard.runtime.sharded import (
     Replaced,
     Sharing,
+    Used,
     check_shardable,
     forget_whole,
     is_sharded,
@@ -178,8 +179,18 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
+    vars(model)["zero_grad"] = functools.partial(_zero_grad, model, used)
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = functools.partial(no_sync, model, used)
+
+
+def _zero_grad(model: nn.Module, used: Used, set_to_none: bool = True) -> None:
+    """As `nn.Module.zero_grad`, also between forward and backward, when modules have whole parameters and no parts."""
+    type(model).zero_grad(model, set_to_none)
+    for index, parameter in enumerate(used.parameters):
+        used.seen.discard(index)
+        if parameter.grad is not None:
+            parameter.grad = None if set_to_none else torch.zeros_like(parameter.grad)
 
 
 def check_replicas(model: nn.Module, plan: Plan, filled: bool = False) -> None:
@@ -220,7 +231,8 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         raise ApplyError("nothing to remove: this model is no replica.")
     if record.replaced:
         unshard(model, record.replaced, {} if record.plan.cuts else record.originals)
-        vars(model).pop("no_sync", None)
+        for name in ("no_sync", "zero_grad"):
+            vars(model).pop(name, None)
     take_off(model)
     for handle in record.handles:
         handle.remove()

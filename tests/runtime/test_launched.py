@@ -108,12 +108,15 @@ def train(model, ids, steps=3, micro_batch=None):
     """Losses and norms of some steps of AdamW with clipping, the gradients of the first, and the parameters."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)  # numbers below are rounding
     losses, norms, gradients = [], [], {}
-    for _ in range(steps):
-        optimizer.zero_grad()
+    for step in range(steps):
+        if step != 1:
+            optimizer.zero_grad()
         parts = ids.split(micro_batch or len(ids))
         total = 0.0
-        for part in parts:
+        for number, part in enumerate(parts):
             loss = model(part, labels=part) / len(parts)
+            if step == 1 and not number:  # modules have other parameters here than between steps
+                model.zero_grad()
             loss.backward()
             total += float(loss.detach())
         losses.append(total)
