@@ -19,7 +19,7 @@ from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_merges import Merges
 from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED
 from autoshard.axes.contents import has_constant_bound, part_dim
-from autoshard.axes.given import arguments_of, plain
+from autoshard.axes.given import arguments_of, is_where_alone, plain
 from autoshard.axes.rules import Axes
 from autoshard.axes.sound import Sound
 from autoshard.capture.graph import ModelGraph, Op, name_of
@@ -172,7 +172,7 @@ class BatchWalk(BatchAxes):
             return True
         if name == "repeat_interleave":
             return len(op.inputs) > 1 or not op.inputs
-        return name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1)
+        return name in SIZED_BY_VALUES or is_where_alone(op)
 
     # ---- memory that is shared
 

@@ -28,7 +28,7 @@ import torch
 
 from autoshard.axes.axis import Axis, Factor, covers, factors_of, fresh, make_unshardable, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
-from autoshard.axes.given import arguments_of, plain, written_storages
+from autoshard.axes.given import arguments_of, is_where_alone, plain, written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, name_of
@@ -106,7 +106,7 @@ class Entries:
         made: list[State] | None = None
         if name in ("sort", "argsort"):
             made = self._sort(op, name)
-        elif (name == "where" and len(op.inputs) == 1) or name in ("nonzero", "nonzero_numpy"):
+        elif is_where_alone(op) or name in ("nonzero", "nonzero_numpy"):
             made = self._found(op, name)
         elif name in _PICK:
             made = self._picked(op, name)

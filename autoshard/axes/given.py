@@ -79,6 +79,11 @@ def computed(op: Op, given: Sequence[torch.Tensor | None]) -> list[Any] | None:
     return listed if len(listed) == len(op.outputs) else None
 
 
+def is_where_alone(op: Op) -> bool:
+    """Whether an op is `where` of a condition alone, which lists the places where it is true."""
+    return name_of(op) == "where" and op.node is not None and len(op.node.args) + len(op.node.kwargs) == 1
+
+
 def origin(graph: ModelGraph, value: int, *through: str) -> int:
     """The value that a value is made of by ops of these names alone, each of one tensor."""
     while (op := maker_of(graph, value)) is not None and name_of(op) in through and len(op.inputs) == 1:

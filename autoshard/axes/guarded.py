@@ -2,6 +2,7 @@
 
     if (lengths > limit).any(): raise …          no element of any row is above the limit
     assert x.min() >= -5                          none is below
+    assert x.max().item() <= limit                none is above a number that is the same for any number of rows
 
 Argument: the question is whether all elements of a tensor are true, or none is, and every element belongs to one row at
 most. The whole batch passes if and only if every row does, so if and only if every part does: where the model would
@@ -39,6 +40,14 @@ def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | Non
         return _extreme(graph, op, above=name in _ABOVE)
     asked = asked_of_all(graph, value)
     return None if asked is None else (asked[1], [asked[0]])
+
+
+def number_of_each(graph: ModelGraph, value: int, *, largest: bool) -> int | None:
+    """The tensor of which a value is the largest element, or the smallest; None if it is not."""
+    op = maker_of(graph, origin(graph, value, *COPIES))
+    if op is None or len(op.inputs) != 1 or len(op.outputs) != 1 or graph.values[op.outputs[0]].shape:
+        return None
+    return op.inputs[0] if name_of(op) in (_LARGEST if largest else _LEAST) else None
 
 
 def _all_say(both: list[tuple[bool, list[int]] | None], answer: bool) -> bool:

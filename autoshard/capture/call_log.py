@@ -177,9 +177,9 @@ class CallLog:
         row, begin = self._recorder.calls.current, self._recorder.log.now
         if isinstance(result, numpy.ndarray):
             result = result.copy()
-        guard = asking() if isinstance(result, bool) else None
+        guard = asking(result)
         if guard is not None and guard == self.failing:
-            return not guard.passes
+            return guard.failing
         self.value_guards.append(
             ValueGuard(row=row, begin=begin, args=self._refs(args), function=function, result=result, guard=guard)
         )

@@ -158,8 +158,11 @@ class FakeFloats:
         return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).fill_(value)
 
     def _answer(self, func: Any, args: tuple) -> Any:
-        if self.pass_guards and args[0].dtype is torch.bool and (guard := asking()) is not None:
-            return guard.passes
+        is_number = args[0].dtype is not torch.bool
+        if self.pass_guards and not (is_number and func in (aten.is_nonzero.default, aten.equal.default)):
+            guard = asking(0 if is_number else False)
+            if guard is not None:
+                return guard.passing
         if not self.invent:
             raise ValueNeeded(f"the value of a {args[0].dtype} tensor of shape {tuple(args[0].shape)} decides here")
         self.assume("a value that is not known was taken to be 0 or False")

@@ -3,6 +3,7 @@
     if (lengths > limit).any(): raise ValueError(…)        passes where no element is above the limit
     assert mask.all()                                      passes where all elements are true
     torch._check_tensor_all_with(…, lengths <= limit)      the same, asked by torch
+    assert lengths.max().item() <= limit                   passes where the number that is read is at most another one
 
 Where the answer is read, the frame tells which statement is running. Only a test of one question, whose branch is one
 `raise` and nothing else, is a guard; whoever cannot be read is none.
@@ -13,7 +14,9 @@ import inspect
 import linecache
 from dataclasses import dataclass
 from functools import lru_cache
+from math import inf
 from types import CodeType, FrameType
+from typing import Any
 
 from autoshard.capture.user_code import is_of_torch, is_own
 from autoshard.torch_private import CHECKS
@@ -26,28 +29,48 @@ class Guard:
     """A question that is only asked to raise an error.
 
     Attributes:
-        passes: the answer with which nothing is raised.
+        passes: the answer with which nothing is raised; of a number, whether small ones pass, not large ones.
         place: the lines of the user's code that were running, the innermost first.
+        limit: what a number is compared with, None where an answer is read.
     """
 
     passes: bool
     place: tuple[tuple[str, int], ...]
+    limit: float | None = None
+
+    @property
+    def passing(self) -> bool | float:
+        """What is read where nothing is raised."""
+        return self.passes if self.limit is None else -self.failing
+
+    @property
+    def failing(self) -> bool | float:
+        """What is read where the error is raised."""
+        if self.limit is None:
+            return not self.passes
+        return inf if self.passes else -inf
 
 
-def asking() -> Guard | None:
-    """The guard for which a value is being read now; None if it is read for anything else."""
+def asking(result: object) -> Guard | None:
+    """The guard for which the `result` is being read now; None if it is read for anything else."""
+    if type(result) not in (bool, int, float):
+        return None
     frame = inspect.currentframe()
     passes: bool | None = None
+    limit: float | None = None
     while frame is not None:
         file = frame.f_code.co_filename
         if frame.f_code in CHECKS:
-            passes = True
+            passes = True if type(result) is bool else None
             break
         if not is_own(file) and not is_of_torch(file):
-            passes = _passing(frame)
+            if type(result) is bool:
+                passes = _guards(frame.f_code).get(_running(frame))
+            else:
+                passes, limit = _compared(frame)
             break
         frame = frame.f_back
-    return None if passes is None else Guard(passes=passes, place=_lines(frame))
+    return None if passes is None else Guard(passes=passes, place=_lines(frame), limit=limit)
 
 
 def _lines(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
@@ -61,23 +84,60 @@ def _lines(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def _passing(frame: FrameType) -> bool | None:
-    """The answer to the question that an instruction asks with which its statement raises nothing."""
-    code = frame.f_code
-    positions = list(code.co_positions())
+def _running(frame: FrameType) -> Position:
+    """Where the instruction of a frame that runs now stands in its file."""
+    positions = list(frame.f_code.co_positions())
     place = frame.f_lasti // 2
-    return _guards(code).get(positions[place]) if 0 <= place < len(positions) else None
+    return positions[place] if 0 <= place < len(positions) else (None, None, None, None)
+
+
+def _compared(frame: FrameType) -> tuple[bool | None, float | None]:
+    """Whether a small number passes where one is read to be compared, and the limit; None if it is read otherwise."""
+    passes, other = _limits(frame.f_code).get(_running(frame), (None, None))
+    limit: Any = other.value if isinstance(other, ast.Constant) else None
+    if isinstance(other, ast.Name):
+        limit = frame.f_locals.get(other.id)
+    return (passes, limit) if type(limit) in (int, float) else (None, None)
 
 
 @lru_cache(maxsize=256)
 def _guards(code: CodeType) -> dict[Position, bool]:
     """By the positions of instructions that may ask, the answer with which a statement raises nothing."""
+    return {_position(node): passes for *asked, passes in _tests(code) for node in asked}
+
+
+@lru_cache(maxsize=256)
+def _limits(code: CodeType) -> dict[Position, tuple[bool, ast.expr]]:
+    """By the positions of calls that read a number to compare it: whether small ones pass, and the other side."""
+    found: dict[Position, tuple[bool, ast.expr]] = {}
+    for *_, test, passes in _tests(code):
+        if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE)):
+            continue
+        left, right = test.left, test.comparators[0]
+        for number, limit in ((left, right), (right, left)):
+            if _hands_on(number):
+                below = isinstance(test.ops[0], (ast.Lt, ast.LtE)) is (number is left)
+                found[_position(number)] = below is passes, limit
+    return found
+
+
+def _hands_on(node: ast.expr) -> bool:
+    """Whether an expression is `x.item()`, `int(x)` or `float(x)`: a larger number in gives no smaller one out."""
+    if not isinstance(node, ast.Call) or node.keywords:
+        return False
+    if isinstance(node.func, ast.Attribute):
+        return node.func.attr == "item" and not node.args
+    return isinstance(node.func, ast.Name) and node.func.id in ("int", "float") and len(node.args) == 1
+
+
+def _tests(code: CodeType) -> list[tuple[Any, ...]]:
+    """Of each statement that may be a guard: itself, its tests from the outermost in, and what raises nothing."""
     lines = linecache.getlines(code.co_filename)
     try:
         tree = ast.parse("".join(lines)) if lines else ast.parse("")
     except SyntaxError:
-        return {}
-    found: dict[Position, bool] = {}
+        return []
+    found: list[tuple[Any, ...]] = []
     last = max((line for _, line, _, _ in code.co_positions() if line is not None), default=0)
     for node in ast.walk(tree):
         if not isinstance(node, (ast.If, ast.Assert)) or not code.co_firstlineno <= node.lineno <= last:
@@ -91,7 +151,7 @@ def _guards(code: CodeType) -> dict[Position, bool]:
             asked.append(test)
         if not isinstance(test, (ast.Call, ast.Compare, ast.Name, ast.Attribute, ast.BinOp)) or _several(test):
             continue
-        found |= dict.fromkeys(map(_position, asked), passes)
+        found.append((*asked, passes))
     return found
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autoshard.axes.batch_walk import SIZED_BY_VALUES
+from autoshard.axes.given import is_where_alone
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.unchecked import as_cut
@@ -241,7 +242,7 @@ def _modules_by_values(graph: ModelGraph) -> set[str]:
     for op in graph.ops:
         name, dtypes = name_of(op), {graph.values[value].dtype for value in op.inputs}
         by_mask = name.startswith(("index", "_index_put")) and torch.bool in dtypes
-        if by_mask or name in SIZED_BY_VALUES or (name == "where" and len(op.inputs) == 1):
+        if by_mask or name in SIZED_BY_VALUES or is_where_alone(op):
             found.add(graph.calls[op.call].path)
     return found
 

@@ -17,7 +17,7 @@ from autoshard.axes.batch_merges import counted_labels
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
 from autoshard.axes.given import origin
-from autoshard.axes.guarded import COPIES, asked_of_each
+from autoshard.axes.guarded import COPIES, asked_of_each, number_of_each
 from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.rules import rule_of
 from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
@@ -83,6 +83,7 @@ class SampleRun:
 
     Attributes:
         absent: numbers that stand nowhere in an input, but where `padded` says so.
+        limits: of both runs, the guards that compare a number with a limit.
         switches: values of which Python asked whether all elements are true, or false, and the answer.
     """
 
@@ -97,6 +98,10 @@ class SampleRun:
         if uneven is not None:
             what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
             raise self.refuse(self.graph.ops[uneven], what)
+        self.limits = [
+            [one.guard for one in log.value_guards if one.guard is not None and one.guard.limit is not None]
+            for log in (self.call_log, other_log)
+        ]
         self._check_slices(other_log)
         self._check_log(other_log, rows)
         factor = Factor(ROWS, rigid=True)
@@ -292,8 +297,12 @@ class SampleRun:
 
     def _is_guarded(self, guard: ValueGuard, value: int) -> bool:
         """Whether what is asked of each element only decides whether an error is raised."""
-        asked = None if guard.guard is None else asked_of_each(self.graph, value)
-        if guard.guard is None or asked is None or asked[0] is not bool(guard.result):
+        if guard.guard is None:
+            return False
+        if guard.guard.limit is not None:
+            return self._is_limited(guard, guard.guard, value)
+        asked = asked_of_each(self.graph, value)
+        if asked is None or asked[0] is not bool(guard.result):
             return False
         waiting = [value]
         while waiting:  # no number on the way says how many rows there are
@@ -306,6 +315,16 @@ class SampleRun:
         if len(read_values(guard)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
             return False
         self.guards.add(guard.guard)
+        return True
+
+    def _is_limited(self, reading: ValueGuard, guard: Guard, value: int) -> bool:
+        """Whether the largest element, or the least, is compared with a limit that other rows have as well."""
+        source = number_of_each(self.graph, value, largest=guard.passes)
+        if source is None or len(read_values(reading)) > 1 or self.walk.state(source) == "mixed":
+            return False
+        if self.limits[0] != self.limits[1]:
+            return False
+        self.guards.add(guard)
         return True
 
     def _is_of_rows(self, value: int) -> bool:

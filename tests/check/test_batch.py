@@ -431,6 +431,11 @@ def test_an_op_that_is_named_is_one_of_who_mixes_rows():
     )
 
 
+def test_numbers_that_a_mask_chooses_are_of_rows():
+    """`where` with numbers makes as many as the mask has; with the mask alone it lists places."""
+    assert found(Small(lambda self, x: self.linear(x) * torch.where(x > 0, 2, 0)), torch.randn(4, 6))
+
+
 def test_a_count_that_python_reads_is_named_with_its_line():
     """Not what hands it on."""
 

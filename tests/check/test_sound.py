@@ -4,6 +4,7 @@ Those that break it look like the others, and the numbers that a plan compares w
 """
 
 import contextlib
+import math
 
 import pytest
 import torch
@@ -66,7 +67,17 @@ def _asserts(self, x):
     return self.linear(x)
 
 
+def _limits(self, x):
+    most, least = x.shape[1], -6
+    assert x.max().item() <= most
+    if float(x.amin()) < least:
+        raise ValueError("too small")
+    assert most >= int(x.detach().max())
+    return self.linear(x)
+
+
 def test_an_error_for_single_elements_is_a_guard():
+    assert ways(Model(_limits), rows()) == {"": "cat"}
     assert ways(Model(_raises_if_large), rows()) == {"": "cat"}
     assert ways(Model(_asserts), rows()) == {"": "cat"}
 
@@ -133,9 +144,39 @@ def _suppresses(self, x):
     return made
 
 
+def _is_limited_by_the_rows(self, x):
+    most = 100 * len(x)
+    assert x.max().item() <= most
+    return self.linear(x)
+
+
+def _is_limited_by_a_row(self, x):
+    most = float(x[0].sum()) + 1e6
+    assert x.max().item() <= most
+    return self.linear(x)
+
+
+def _turns_the_largest(self, x):
+    assert math.cos(x.max().item()) <= 1
+    assert math.cos(x.max()) <= 1
+    return self.linear(x)
+
+
+def _has_a_large_element(self, x):
+    assert x.max().item() >= -1e6
+    return self.linear(x)
+
+
+def _keeps_the_largest(self, x):
+    largest = x.max().item()
+    assert largest <= 1e6
+    return self.linear(x) * largest
+
+
 @pytest.mark.parametrize(
     "by",
     [
+        _is_limited_by_the_rows, _is_limited_by_a_row, _turns_the_largest, _has_a_large_element, _keeps_the_largest,
         _raises_for_the_mean, _raises_if_all_are_large, _raises_far_from_the_others, _halves_if_large,
         _keeps_the_answer, _catches, _suppresses, _compares_answers, _grows_with_the_rows, _asks_two_things,
     ],
