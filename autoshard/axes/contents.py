@@ -4,14 +4,14 @@ x[torch.arange(n), best]     which samples are picked is known: sample i of x
 x[:, order]                  it is not
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from autoshard.axes.axis import Axis, Factor, describe, factors_of, fresh, make_unshardable
 from autoshard.axes.given import arguments_of, computed, literals, written_storages
 from autoshard.axes.reshaping import PARTS
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.plan.batching import with_rows
 from autoshard.plan.sharding import coordinates_of
 
@@ -70,6 +70,24 @@ def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
     given = arguments_of(op)
     start, end, step = given["start"] or 0, given["end"], given["step"]
     return not 0 <= start < step or not (end is None or end >= NO_END)
+
+
+def bound_of_filled(graph: ModelGraph, op: Op, bound: int, root: Callable[[int], int]) -> int:
+    """Below which number all are once a mask has put one in the place of others that are below `bound`; 0 if unknown.
+
+    One less where it was put for the largest that there may be: `x.masked_fill(x == bound - 1, 0)`. `root`: of which
+    value another one is a copy.
+    """
+    assert op.node is not None
+    number = op.node.args[2] if len(op.node.args) > 2 else None
+    if not bound or type(number) is not int or number < 0:
+        return 0
+    mask = maker_of(graph, op.inputs[1])
+    if mask is not None and mask.node is not None and name_of(mask) == "eq" and len(mask.inputs) == 1:
+        same = root(mask.inputs[0]) == root(op.inputs[0]) >= 0 and root(op.inputs[1]) >= 0  # nothing is written over
+        if same and mask.node.args[1] == bound - 1:
+            bound -= 1
+    return max(bound, number + 1)
 
 
 def part_dim(op: Op, ndim: int) -> int | None:

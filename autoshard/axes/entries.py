@@ -28,6 +28,7 @@ import torch
 
 from autoshard.axes.axis import Axis, Factor, covers, factors_of, fresh, make_unshardable, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
+from autoshard.axes.contents import bound_of_filled
 from autoshard.axes.given import arguments_of, is_where_alone, plain, written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
@@ -293,6 +294,8 @@ class Entries:
             if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin", "argsort"):
                 shape = graph.values[op.inputs[0]].shape
                 return _ranked(op, shape) if value == op.outputs[-1] and len(op.inputs) == 1 else 0
+            if name_of(op) == "masked_fill":
+                return bound_of_filled(graph, op, self._bound(op.inputs[0]), self._root)
             moves = name_of(op) in MOVES and len(op.inputs) == 1
             if not (_copies(op) or moves) or graph.values[value].dtype not in EXACT:
                 return 0

@@ -118,11 +118,12 @@ class Grouped(nn.Module):
     Attributes:
         change: what is done to the entries in their order, given (made, {names of what is known of them}).
         keys, ends, back: what to sort by, where groups end, and how entries are put back, if not as it should be.
+        classes: among how many the router chooses: four are experts.
     """
 
-    def __init__(self, change=None, keys=None, ends=None, back=None) -> None:
+    def __init__(self, change=None, keys=None, ends=None, back=None, classes=4) -> None:
         super().__init__()
-        self.router = nn.Linear(8, 4)
+        self.router = nn.Linear(8, classes)
         self.up, self.down = (nn.Parameter(torch.randn(4, 8, 8) / 3) for _ in range(2))
         self.change, self.keys, self.ends, self.back = change, keys, ends, back
 

@@ -185,6 +185,7 @@ def _added(made, known, tokens):
         {"back": lambda made, known, _: torch.zeros_like(made).index_put((known["order"],), made)},
         {"change": lambda made, known: made + torch.tensor([1.0, 2.0, 3.0, 4.0])[known["keys"]][:, None]},
         {"ends": lambda known: torch.histc(known["chosen"].flatten().float(), 4, 0, 3).cumsum(0).int()},
+        {"classes": 5, "keys": lambda chosen: chosen.masked_fill(chosen == 4, 0).reshape(-1).sort()},
     ],
 )
 def test_tokens_in_groups_by_expert(options):
@@ -195,6 +196,12 @@ def test_tokens_in_groups_by_expert(options):
 
 def _shifted(known):
     return (known["counts"].cumsum(0, dtype=torch.int32) + 1).clamp(max=len(known["keys"]))
+
+
+def _with_a_mask_that_is_written(chosen):
+    last = chosen == 4
+    last.zero_()
+    return chosen.masked_fill(last, 0).reshape(-1).sort()
 
 
 def _rank(made):
@@ -224,6 +231,11 @@ def _rank(made):
         ),
         ({"keys": lambda chosen: (chosen + 1).reshape(-1).sort()}, "histc"),
         ({"keys": lambda chosen: (chosen * 2 - 3).reshape(-1).sort()}, "histc"),
+        ({"classes": 5}, "histc"),
+        ({"classes": 5, "keys": lambda chosen: chosen.masked_fill(chosen == 3, 0).reshape(-1).sort()}, "histc"),
+        ({"classes": 5, "keys": lambda chosen: chosen.masked_fill(chosen == 4, 4).reshape(-1).sort()}, "histc"),
+        ({"classes": 5, "keys": lambda chosen: chosen.masked_fill(chosen.flip(1) == 4, 0).reshape(-1).sort()}, "histc"),
+        ({"classes": 5, "keys": _with_a_mask_that_is_written}, "histc"),
         ({"back": lambda made, known, _: made}, ""),
         ({"back": lambda made, known, _: made[known["order"]]}, "sort"),
         ({"back": lambda made, known, tokens: _added(made.flip(0), known, tokens)}, "sort"),
