@@ -39,9 +39,10 @@ class Block(nn.Module):
         super().__init__()
         self.attention, self.first, self.second = Attention(), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.tensor(0.9))
 
     def forward(self, x, turn, mask):
-        x = x + self.attention(self.first(x), turn, mask)
+        x = x + self.gain * self.attention(self.first(x), turn, mask)
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 

@@ -74,13 +74,13 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-        self.experts = kind()
+        self.experts, self.gain = kind(), nn.Parameter(torch.tensor(0.9))
 
     def forward(self, x):
         x = x + self.o(nn.functional.scaled_dot_product_attention(self.q(x), self.k(x), self.v(x), is_causal=True))
         rows = self.norm(x).flatten(0, 1)
         weights, chosen = self.router(rows).softmax(-1).topk(2)
-        return x + self.experts(rows, chosen, weights).view_as(x)
+        return x + self.gain * self.experts(rows, chosen, weights).view_as(x)
 
 
 class Net(nn.Module):
