@@ -3,10 +3,11 @@
 import csv
 import difflib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 
 from autoshard.cluster.device import Device
 from autoshard.errors import SpecError
@@ -144,6 +145,17 @@ def make_device(row: Hardware, *, name: str, memory_bytes: int, host: str, plain
     )
 
 
+FLOAT64_PART: Mapping[str, float] = MappingProxyType({
+    "sm70": 1 / 2, "sm75": 1 / 32, "sm86": 1 / 64, "sm89": 1 / 64, "sm100": 1 / 2, "sm120": 1 / 64, "cpu": 1 / 2,
+    "B300": 1 / 60, "GB300": 1 / 60,
+})  # fmt: skip
+"""Rate of float64 as a part of that of float32, by architecture, or by card where that differs; 1 for others.
+
+Tensor cores bring it to that of float32 on A100 and H100 (datasheets: 19.5, 67). Others: results per clock in the CUDA
+programming guide, "Throughput of Native Arithmetic Instructions"; 78 of 160 on the two of a GB200; 1.25 of 75 on B300
+(https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html)."""
+
+
 def _row(row: dict[str, str]) -> Hardware:
     def number(column: str) -> float:
         return float(row[column] or 0)
@@ -154,6 +166,7 @@ def _row(row: dict[str, str]) -> Hardware:
         "bfloat16": number("bf16_tflops") or fp32,
         "float16": number("fp16_tflops") or fp32,
         "float32": fp32,
+        "float64": fp32 * FLOAT64_PART.get(row["name"], FLOAT64_PART.get(row["arch"], 1.0)),
         "default": fp32,
     }
     usable = number("usable_gib")

@@ -26,7 +26,15 @@ COMPUTED_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 
 
 
 def training_precision(name: str, dtype: str) -> tuple[str, Precision]:
-    """The precision of a name; "auto" is "mixed" for models of 16 bits and "full" for others. Raises `SpecError`."""
+    """The precision of a name; "auto" is "mixed" for models of 16 bits and "full" for those of 32.
+
+    Raises `SpecError` for another name, and for models of 64 bits.
+    """
+    if dtype == "float64":
+        raise SpecError(
+            "training in float64 is not planned with a process per device: its states would be taken for half of what "
+            'they are. Make the model float32 (model.float()), or plan with launch="one-process".'
+        )
     if name in ("", "auto"):
         name = "mixed" if dtype in ("bfloat16", "float16") else "full"
     if name not in PRECISIONS:

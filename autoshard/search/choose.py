@@ -113,6 +113,8 @@ def choose(
         if forced:
             raise
         return None  # a model that can be measured, but not followed, is placed
+    if workload.training and not forced and dtype_of(traced.graph) == "float64":
+        return None  # processes have no precision for it
     asked = Asked(
         strategy=strategy, goal=cast(Goal, objective), dtype=wishes.dtype, compiled=wishes.compiled,
         precision=wishes.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),

@@ -87,7 +87,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
         _, precision = training_precision(asked.precision, stored)
     else:
         precision = inference_precision(stored)
-    compute = "float32" if precision.compute == 4 else "bfloat16"
+    compute = {4: "float32", 8: "float64"}.get(precision.compute, "bfloat16")
     card = weakest_card(computing_devices(cluster), compute)
     card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
     given = replace(asked.given, axes=STRATEGY_AXES[asked.strategy])

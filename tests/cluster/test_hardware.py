@@ -20,6 +20,12 @@ def test_every_row_has_a_source_and_plausible_figures():
             assert (row.peer_bytes_per_second > 0) == (row.peer_link != "none") == bool(row.peer_topology), row.name
 
 
+def test_float64_is_slow_where_cards_have_few_units_for_it():
+    rates = {name: find_hardware(name).flops_per_second for name in ("A100-SXM-80", "V100-SXM2-32", "RTX-4090", "T4")}
+    parts = {name: rate["float32"] / rate["float64"] for name, rate in rates.items()}
+    assert parts == {"A100-SXM-80": 1, "V100-SXM2-32": 2, "RTX-4090": 64, "T4": 32}
+
+
 def test_every_name_finds_its_own_row():
     for name in known_names():
         assert find_hardware(name).name == name

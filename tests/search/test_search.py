@@ -303,3 +303,16 @@ def test_matrices_of_a_model_without_repeated_layers_can_be_cut():
         wishes=Wishes(mesh={"tp": 2, "fsdp": 2}),
     )  # fmt: skip
     assert chosen is not None and (chosen.plan.mesh.tp, chosen.plan.mesh.fsdp) == (2, 2)
+
+
+def test_training_in_float64_is_placed_or_refused():
+    """Processes have no precision of 64 bits: what they keep would be taken for half of what it is, or a quarter."""
+    model, inputs = (
+        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).double(),
+        torch.zeros(64, 64).double(),
+    )
+    workload = Workload(mode="training", batch_size=64)
+    for devices in ("1xA100", "2xA100"):
+        assert not autoshard.plan(model, devices, inputs=inputs, workload=workload).launch
+        with pytest.raises(SpecError, match="training in float64"):
+            autoshard.plan(model, devices, inputs=inputs, workload=workload, launch="processes")
