@@ -106,15 +106,9 @@ def choose(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
             "(batch_size=64), and their length with --seq."
         )
-    try:
-        tell("ops", 0)
-        traced = trace(model, inputs, workload)
-    except (CaptureError, PlanError):
-        if forced:
-            raise
-        return None  # a model that can be measured, but not followed, is placed
-    if workload.training and not forced and dtype_of(traced.graph) == "float64":
-        return None  # processes have no precision for it
+    traced = _traced(model, inputs, workload, forced)
+    if traced is None:
+        return None
     asked = Asked(
         strategy=strategy, goal=cast(Goal, objective), dtype=wishes.dtype, compiled=wishes.compiled,
         precision=wishes.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),
@@ -140,6 +134,19 @@ def choose(
     return Chosen(
         plan=plan, cluster=cluster, estimate=estimate, profile=profile, traced=traced, searched=found, task=task
     )  # fmt: skip
+
+
+def _traced(model: nn.Module, inputs: Any, workload: Workload, forced: bool) -> Traced | None:
+    """The run that processes are priced by; None where a model can be placed only, if processes were not asked for."""
+    try:
+        tell("ops", 0)
+        traced = trace(model, inputs, workload)
+    except (CaptureError, PlanError):
+        if forced:
+            raise
+        return None  # it can be measured, but not followed
+    unknown = workload.training and dtype_of(traced.graph) == "float64"  # no precision of processes has so many bits
+    return None if unknown and not forced else traced
 
 
 def _asked_for(strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
