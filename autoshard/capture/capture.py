@@ -25,8 +25,7 @@ from autoshard.capture.guards import Guard
 from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import valueless
 from autoshard.capture.observe import Observer
-from autoshard.capture.record import MODULE_PATH
-from autoshard.capture.run import Find, Run, record_run
+from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
 from autoshard.capture.user_code import NOWHERE, calling_line, place
 from autoshard.common.module_paths import find_scripted
 from autoshard.common.packed import stored_bytes

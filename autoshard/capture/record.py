@@ -44,8 +44,6 @@ _NONZERO = torch.ops.aten.nonzero.default
 _CPU = torch.device("cpu")
 TOLD_OPS = 64
 """Progress is told once in so many ops."""
-MODULE_PATH = "autoshard_module_path"
-"""The attribute of an error that tells the module in which it came up."""
 LIFT_BYTES = 1 << 26
 """A constant up to this size is copied into the graph; a larger one is recorded without its content."""
 
@@ -324,14 +322,12 @@ class Recorder(DispatchMode):
         if left:
             value = self.log.values()[left[0]]
             op = self.log.ops[value.op]
-            path = self.calls.path_of(op.call)
-            error = CaptureError(
-                f"a tensor of shape {value.shape} that {op.target} made in {path or 'the model'} was kept outside of "
-                "the model while it was recorded, where it has no values. Call the model once before, so that this is "
-                "filled already, or keep it on a module."
+            where = self.calls.path_of(op.call) or "the model"
+            raise CaptureError(
+                f"a tensor of shape {value.shape} that {op.target} made in {where} was kept outside of the model while "
+                "it was recorded, where it has no values. Call the model once before, so that this is filled already, "
+                "or keep it on a module."
             )
-            setattr(error, MODULE_PATH, path)
-            raise error
 
     def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""

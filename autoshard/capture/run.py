@@ -25,7 +25,7 @@ from autoshard.capture.inputs import Call
 from autoshard.capture.material import placeholders, put_placeholders
 from autoshard.capture.names import Row, module_table, tensor_rows
 from autoshard.capture.observe import Observer
-from autoshard.capture.record import MODULE_PATH, Recorder
+from autoshard.capture.record import Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
 from autoshard.capture.state import clear_frames, undisturbed
@@ -38,6 +38,8 @@ from autoshard.plan.workload import Workload
 from autoshard.torch_private import below_autograd, looks_for_overrides, no_overrides
 
 Find = Callable[[torch.Tensor], int | None]
+MODULE_PATH = "autoshard_module_path"
+"""The attribute of an error that tells the module in which it came up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.unchecked import as_cut
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.graph import ModelGraph, name_of
-from autoshard.capture.record import MODULE_PATH
-from autoshard.capture.run import own_random_numbers
+from autoshard.capture.run import MODULE_PATH, own_random_numbers
 from autoshard.check.follow import Differs, follow, required_on
 from autoshard.check.local_sizes import NotFound, Sizes, find_sizes, sites_of, with_sizes
 from autoshard.check.misuse import find_misuse
@@ -184,7 +183,7 @@ class CutChecks:
         except Differs as error:
             return error
         except Exception as error:
-            path = getattr(error.__cause__ or error, MODULE_PATH, "")
+            path = getattr(error.__cause__, MODULE_PATH, "")
             return Differs(-1, f"a rank can't run it: {' '.join(str(error).split())[:200]}", path)
         return None
 
