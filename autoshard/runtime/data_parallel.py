@@ -39,6 +39,7 @@ from autoshard.runtime.sharded import (
     Replaced,
     Sharing,
     Used,
+    alike_on,
     check_shardable,
     forget_whole,
     is_sharded,
@@ -179,9 +180,19 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
+    record.handles += [one.register_load_state_dict_pre_hook(_take_parts) for one in model.modules()]
     vars(model)["zero_grad"] = functools.partial(_zero_grad, model, used)
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = functools.partial(no_sync, model, used)
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before a state is loaded: of tensors that are whole, the same on all ranks, a rank takes its part."""
+    for name, mine in module.named_parameters(prefix=prefix.removesuffix("."), recurse=False, remove_duplicate=False):
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and is_sharded(mine) and not is_sharded(value) and value.shape == mine.shape:
+            whole: Any = alike_on(mine, value.detach().to(mine.device))
+            state[name] = whole.redistribute(placements=mine.placements)
 
 
 def _zero_grad(model: nn.Module, used: Used, set_to_none: bool = True) -> None:

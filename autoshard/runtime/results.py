@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
+from autoshard.common.module_paths import above
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan.sharding import Cut, Results, result_of
@@ -40,36 +41,65 @@ def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Resul
             elif row.parts:
                 handles.append(modules[path].register_forward_hook(Inside(path, running)))
     if any(row.parts for row in results):
-        handles.append(model.register_forward_pre_hook(running.begin))
-        handles.append(model.register_forward_hook(running.end, always_call=True))
-    return handles
+        handles += running.follow([model])
+    around, divided = Running(), _with_divided_tokens(cuts)
+    handles += [modules[path].register_forward_hook(Inside(path, around, only_trained=True)) for path in divided]
+    return handles + around.follow([modules[path] for path in sorted({up for path in divided for up in above(path)})])
+
+
+def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
+    """Blocks that are given, or give, a rank's part of the tokens while the model is trained."""
+    ends: dict[str, set[str]] = {"divide": set(), "join": set()}
+    found: set[str] = set()
+    for cut in cuts:
+        kinds = {action.kind for action in cut.actions}
+        for kind in kinds & ends.keys():
+            ends[kind] |= set(cut.blocks) if len(cut.actions) == 1 else set()
+        if kinds & {"scatter", "context", "spread_tokens"}:
+            found |= set(cut.blocks)
+    return sorted(found - {""} - (ends["divide"] & ends["join"]))
 
 
 class Running:
-    """Whether the root runs: what modules hand to each other then may be a rank's part."""
+    """Whether some modules run: what others in them hand to each other then may be a rank's part."""
 
     def __init__(self) -> None:
-        self.runs = False
+        self.modules: set[int] = set()
+
+    def follow(self, modules: Sequence[nn.Module]) -> list[Any]:
+        """Watch when they run; returns handles."""
+        return [
+            handle
+            for module in modules
+            for handle in (
+                module.register_forward_pre_hook(self.begin),
+                module.register_forward_hook(self.end, always_call=True),
+            )
+        ]
 
     def begin(self, module: nn.Module, args: tuple) -> None:
-        """Pre-hook of the root."""
+        """Pre-hook of one of them."""
         if not torch.compiler.is_compiling():
-            self.runs = True
+            self.modules.add(id(module))
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
-        """Hook of the root, also after an exception."""
+        """Hook of one of them, also after an exception."""
         if not torch.compiler.is_compiling():
-            self.runs = False
+            self.modules.discard(id(module))
 
 
 class Inside:
-    """Hook of a module between the root and blocks that gives parts: it can't be called by itself."""
+    """Hook of a module that gives parts while others run: it can't be called by itself.
 
-    def __init__(self, path: str, running: Running) -> None:
-        self.path, self.running = path, running
+    `only_trained`: it gives parts while gradients are enabled, and is run again in a backward.
+    """
+
+    def __init__(self, path: str, running: Running, only_trained: bool = False) -> None:
+        self.path, self.running, self.only_trained = path, running, only_trained
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        if not torch.compiler.is_compiling() and not self.running.runs:
+        whole = self.only_trained and (not torch.is_grad_enabled() or torch_private.autograd_node() is not None)
+        if not torch.compiler.is_compiling() and not self.running.modules and not whole:
             raise ApplyError(
                 f"{self.path} was called by itself, and gives each rank a part: the rest of the model works on parts. "
                 'Call the whole model, or place whole modules (strategy="balanced").'

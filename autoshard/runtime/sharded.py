@@ -430,11 +430,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which."""
     choose_kernels(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if any(_MARK in vars(parameter) for parameter in parameters):
-        raise ApplyError(
-            f"this {type(optimizer).__name__} was made before autoshard.apply sharded the parameters, and would train "
-            "nothing. Make it afterwards, from model.parameters()."
-        )
+    for mark, when in (
+        (_MARK, "before autoshard.apply sharded the parameters"), (_NOTED, "between a forward and its backward"),
+    ):  # fmt: skip
+        if any(mark in vars(parameter) for parameter in parameters):
+            raise ApplyError(
+                f"this {type(optimizer).__name__} was made {when}, and would train nothing. Make it after "
+                "autoshard.apply, before the model runs, from model.parameters()."
+            )
     ids = set(map(id, parameters))
     for reference in list(_followed):
         used = reference()

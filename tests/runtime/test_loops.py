@@ -1,0 +1,98 @@
+"""What loops do with a model that processes share beside forward, backward and step: equal, or an error says why."""
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import ApplyError, apply
+from autoshard.plan.workload import Workload
+from tests.ranks import run_ranks
+from tests.runtime.test_launched import completed, decoder, devices_of, own_part, plan_for, samples, wholes
+from tests.torch_releases import sharded_replicas
+
+
+def error_of(call, *args):
+    try:
+        call(*args)
+    except ApplyError as error:
+        return str(error)
+    return ""
+
+
+def loaded(model, tensors):
+    """Whether a state of whole, plain tensors is what a model has after it is loaded."""
+    whole = {name: torch.randn(one.shape, generator=torch.Generator().manual_seed(1)) for name, one in tensors.items()}
+    model.load_state_dict(whole)
+    found = wholes(model, dict(model.named_parameters()))
+    return all(torch.equal(one, whole[name]) for name, one in found.items())
+
+
+def loops(plan):
+    model = decoder()
+    whole, ids = model.state_dict(), own_part(samples(), plan.mesh.tp)
+    apply(model, plan, inputs={"ids": samples(), "labels": samples()})
+    found = {"state": loaded(model, whole)}
+    model.load_state_dict(decoder().state_dict())
+    single = decoder()
+    for one in (model, single):  # two forwards, one backward
+        rows = ids if one is model else samples()
+        (one(rows, labels=rows) + one(rows.flip(1), labels=rows)).backward()
+    expected = {name: parameter.grad for name, parameter in single.named_parameters()}
+    gradients = wholes(model, {name: parameter.grad for name, parameter in model.named_parameters()})
+    found["gradients"] = max(float((gradients[name] - one).abs().max()) for name, one in expected.items())
+    loss = model(ids, labels=ids)
+    between = torch.optim.SGD(model.parameters(), 0.1)  # of parameters that are let go in the backward
+    loss.backward()
+    found["between"] = error_of(between.step)
+    return found
+
+
+@sharded_replicas
+@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
+def test_states_and_optimizers_and_layers_by_themselves(mesh):
+    inputs = {"ids": samples(), "labels": samples()}
+    plan = completed(plan_for(mesh, 2, precision="full"), decoder(), inputs)
+    for found in run_ranks(loops, 2, plan):
+        assert found["state"] and found["gradients"] < 1e-5
+        assert "made between a forward and its backward" in found["between"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 16), *(Block() for _ in range(3))), nn.Linear(16, 4))
+
+
+def alone(plan):
+    model = net()
+    apply(model, plan, inputs=(INPUT,))
+    fine = error_of(model, INPUT)
+    with torch.no_grad():
+        whole = model[0][2](torch.ones(8, 6, 16)).shape
+    trained = torch.ones(8, 6, 16, requires_grad=True)
+    return whole, error_of(model[0][2], trained), fine
+
+
+INPUT = torch.ones(8, 6, 4)
+
+
+@sharded_replicas
+def test_a_layer_with_a_part_of_the_tokens_is_not_called_by_itself():
+    """Without gradients it has all of them."""
+    plan = autoshard.plan(
+        net(), devices_of(2), inputs=(INPUT,), launch="processes", mesh="tp=2", precision="full",
+        workload=Workload(mode="training", batch_size=8),
+    )  # fmt: skip
+    plan = completed(plan.to_json(), net(), (INPUT,))
+    assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
+    for whole, error, fine in run_ranks(alone, 2, plan):
+        assert whole == (8, 6, 16) and "0.2 was called by itself" in error and not fine
