@@ -17,6 +17,7 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
         "full": Precision(parameters=4, compute=4, gradients=4, reduce=4, moments=4),
     }
 )
+DOUBLE = Precision(parameters=8, compute=8, gradients=8, reduce=8, moments=8)
 STORED_BYTES: Mapping[str, float] = MappingProxyType(
     # Quantised weights with the scales of their groups: one of 2 bytes for 64 values of 4 bits, one for 128 of 8 bits.
     {"int8": 1 + 2 / 128, "fp8": 1.0, "int4": 0.5 + 2 / 64, "4bit": 0.5 + 2 / 64, "nf4": 0.5 + 2 / 64}
@@ -26,20 +27,15 @@ COMPUTED_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 
 
 
 def training_precision(name: str, dtype: str) -> tuple[str, Precision]:
-    """The precision of a name; "auto" is "mixed" for models of 16 bits and "full" for those of 32.
+    """The precision of a name; "auto" is "mixed" for models of 16 bits and "full" for others, which leaves 64 bits.
 
-    Raises `SpecError` for another name, and for models of 64 bits.
+    Raises `SpecError` for another name.
     """
-    if dtype == "float64":
-        raise SpecError(
-            "training in float64 is not planned with a process per device: its states would be taken for half of what "
-            'they are. Make the model float32 (model.float()), or plan with launch="one-process".'
-        )
     if name in ("", "auto"):
         name = "mixed" if dtype in ("bfloat16", "float16") else "full"
     if name not in PRECISIONS:
         raise SpecError(f"unknown precision {name!r}: use auto, {', '.join(PRECISIONS)}.")
-    return name, PRECISIONS[name]
+    return name, DOUBLE if name == "full" and dtype == "float64" else PRECISIONS[name]
 
 
 def inference_precision(dtype: str) -> Precision:

@@ -191,8 +191,9 @@ def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     for name, mine in module.named_parameters(prefix=prefix.removesuffix("."), recurse=False, remove_duplicate=False):
         value = state.get(name)
         if isinstance(value, torch.Tensor) and is_sharded(mine) and not is_sharded(value) and value.shape == mine.shape:
+            sharded: Any = mine
             whole: Any = alike_on(mine, value.detach().to(mine.device))
-            state[name] = whole.redistribute(placements=mine.placements)
+            state[name] = whole.redistribute(placements=sharded.placements)
 
 
 def _zero_grad(model: nn.Module, used: Used, set_to_none: bool = True) -> None:

@@ -140,13 +140,11 @@ def _traced(model: nn.Module, inputs: Any, workload: Workload, forced: bool) -> 
     """The run that processes are priced by; None where a model can be placed only, if processes were not asked for."""
     try:
         tell("ops", 0)
-        traced = trace(model, inputs, workload)
+        return trace(model, inputs, workload)
     except (CaptureError, PlanError):
         if forced:
             raise
         return None  # it can be measured, but not followed
-    unknown = workload.training and dtype_of(traced.graph) == "float64"  # no precision of processes has so many bits
-    return None if unknown and not forced else traced
 
 
 def _asked_for(strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
@@ -230,7 +228,7 @@ def _is_running(cluster: Cluster, strategy: str, workload: Workload, wishes: Wis
 
 def _as_stored(traced: Traced) -> str:
     """The precision of a model that trains as it is, as one does on one card."""
-    pure = traced.workload.training and dtype_of(traced.graph) != "float32"
+    pure = traced.workload.training and dtype_of(traced.graph) not in ("float32", "float64")
     return "pure" if pure else "auto"
 
 

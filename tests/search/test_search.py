@@ -305,14 +305,13 @@ def test_matrices_of_a_model_without_repeated_layers_can_be_cut():
     assert chosen is not None and (chosen.plan.mesh.tp, chosen.plan.mesh.fsdp) == (2, 2)
 
 
-def test_training_in_float64_is_placed_or_refused():
-    """Processes have no precision of 64 bits: what they keep would be taken for half of what it is, or a quarter."""
-    model, inputs = (
-        nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).double(),
-        torch.zeros(64, 64).double(),
-    )
-    workload = Workload(mode="training", batch_size=64)
-    for devices in ("1xA100", "2xA100"):
-        assert not autoshard.plan(model, devices, inputs=inputs, workload=workload).launch
-        with pytest.raises(SpecError, match="training in float64"):
-            autoshard.plan(model, devices, inputs=inputs, workload=workload, launch="processes")
+def test_training_in_float64_keeps_twice_as_much_and_computes_at_its_own_rate():
+    found = []
+    for dtype in (torch.float32, torch.float64):
+        model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(dtype)
+        traced = trace(model, torch.zeros(2, 512, dtype=dtype), Workload(mode="training", batch_size=8192))
+        asked = Asked(precision="auto", given=Fixed(mesh={"fsdp": 2}))
+        found.append(search(make_task(traced, parse_devices("2xL40S"), asked)).ranking[0])
+    single, double = (one.estimate for one in found)
+    weights = [one.memory.curve[0].weights for one in (single, double)]
+    assert weights[1] == 2 * weights[0] and double.compute_seconds > 8 * single.compute_seconds
