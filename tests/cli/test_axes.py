@@ -85,7 +85,7 @@ def test_the_batch_is_among_the_axes(printed, document, tmp_path):
     assert "The batch\n  2 rows of ids can be divided: the output put together\n    checked op by op" in printed
     mixing = tmp_path / "mixing.py"
     mixing.write_text(MODEL.replace("return x * self", "return (x - x.mean(0)) * self"))
-    assert "the model's own forward mixes its rows (mean in the model itself)" in " ".join(
+    assert "the model's own forward mixes its rows (mean in the model itself, mixing.py:" in " ".join(
         command("profile", str(mixing), "--axes").stdout.split()
     )
     assert document["batch"]["inputs"] == [{"path": "ids", "dim": 0, "axis": "*2"}]

@@ -49,7 +49,7 @@ def loops(plan):
 
 
 @sharded_replicas
-@pytest.mark.parametrize("mesh", ["dp=2", "fsdp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), "fsdp=2", "tp=2"])
 def test_states_and_optimizers_and_layers_by_themselves(mesh):
     inputs = {"ids": samples(), "labels": samples()}
     plan = completed(plan_for(mesh, 2, precision="full"), decoder(), inputs)
