@@ -158,7 +158,7 @@ class _Zone:
     """Follows which values of a block are divided, and where others begin and end.
 
     Attributes:
-        divided: value -> the dimension of its tokens.
+        divided: value -> the dimension of its tokens; merged: those of them in which it is that of other rows as well.
         collected: divided values that ops on a rank's columns read, with those ops.
         gathered: divided values that ops read which do not work on each token by itself, with those ops.
         met: whole values with tokens that are read beside divided ones, with those ops.
@@ -178,6 +178,7 @@ class _Zone:
     attends: bool = False
     attended: list[int] = field(default_factory=list)
     divided: dict[int, int] = field(default_factory=dict)
+    merged: set[int] = field(default_factory=set)
     collected: dict[int, list[int]] = field(default_factory=dict)
     gathered: dict[int, list[int]] = field(default_factory=dict)
     met: dict[int, list[int]] = field(default_factory=dict)
@@ -211,14 +212,18 @@ class _Zone:
             if index not in partial and ours and index not in mixing and self._carries_on(index):
                 carried.add(index)
                 continue
-            if ours and op.mutates:
+            if ours and (op.mutates or not self.merged.isdisjoint(ours)):
                 return False
             for value in ours:
                 (self.collected if index in partial else self.gathered).setdefault(value, []).append(index)
-        whole = {value for value in self.summed if not carried.issuperset(self.lookup.readers[value])}
+        whole = {value for value in self.summed if not carried.issuperset(self._readers(value))}
         if whole or self._leaving():
             return False
         return 0 < len(self.attended if self.attends else self.scattered) >= len(self.gathered)
+
+    def _readers(self, value: int) -> list[int]:
+        """Ops that read a value, but for those that hand it on as it is: a cast to the dtype that it has."""
+        return [index for index in self.lookup.readers[value] if self.graph.ops[index].outputs != (value,)]
 
     def _leaving(self) -> bool:
         """Whether a divided value leaves the block that is not its output, or its output is whole."""
@@ -270,19 +275,20 @@ class _Zone:
     def _carries_on(self, index: int) -> bool:
         """Note what an op makes of divided tokens as divided, if each token is its own business."""
         op, factor = self.graph.ops[index], self.stream.factor
-        places = [self.place(value) for value in op.outputs]
+        dims = [self.walk.cut_dims(value, factor) for value in op.outputs]
         others = [value for value in dict.fromkeys(op.inputs) if value not in self.divided]
         whole = [value for value in others if self.walk.cut_dims(value, factor)]
         parameters = self._parameters(value for value in others if value in self.lookup.tensors)
         beside = any(self.place(value) < 0 or value in self.lookup.tensors for value in whole)
-        if not places or min(places) < 0 or parameters is None or beside:
+        if not dims or any(len(one) != 1 for one in dims) or parameters is None or beside:
             return False
         for value in whole:
             self.met.setdefault(value, []).append(index)
         for value in others:
             if value not in whole and value not in parameters and value in self.lookup.differentiable:
                 self.entered.setdefault(value, []).append(index)
-        self.divided.update(zip(op.outputs, places, strict=True))
+        self.divided.update((value, one[0]) for value, one in zip(op.outputs, dims, strict=True))
+        self.merged |= {value for value in op.outputs if self.place(value) < 0}
         self.summed.update(parameters)
         return True
 
@@ -291,7 +297,7 @@ class _Zone:
         op = self.graph.ops[index]
         places = [self.divided.get(value, 0) - len(self.graph.values[value].shape) for value in op.inputs[:3]]
         trained = not self.lookup.differentiable.isdisjoint(op.inputs[3:])  # a bias, of which ranks would use parts
-        if places != [-2, -2, -2] or trained or len(op.outputs) != 1:
+        if places != [-2, -2, -2] or trained or len(op.outputs) != 1 or not self.merged.isdisjoint(op.inputs):
             return False
         self.divided[op.outputs[0]] = len(self.graph.values[op.outputs[0]].shape) - 2
         self.attended.append(index)

@@ -164,7 +164,7 @@ def _check_stages(plan: Any) -> None:
         expect(len(plan.stages) % pipeline == 0, "stages", f"a multiple of {pipeline} stages", len(plan.stages))
 
 
-_OF_NO_TENSOR = ("divide", "collect", "join", "spread_tokens", "loss", "dispatch")
+_OF_NO_TENSOR = ("divide", "collect", "join", "context", "spread_tokens", "loss", "dispatch")
 
 
 def _check_cuts(cuts: tuple[Cut, ...], ranks: int) -> None:

@@ -180,7 +180,7 @@ class ProcessRanks:
 
     def own_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part along a dimension."""
-        return tensor.chunk(self.size, dim)[self.rank].contiguous()
+        return tensor.chunk(self.size, dim)[self.rank].clone(memory_format=torch.contiguous_format)
 
     def whole_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Put parts of equal size together along a dimension."""
@@ -304,7 +304,8 @@ class _Along(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, dim: int, kind: str) -> torch.Tensor:
         ctx.back = ranks, dim, kind
-        return getattr(ranks, ALONG[kind][0])(tensor, dim)
+        # The memory is new, also where one sample makes it a view of itself: code may write into it.
+        return getattr(ranks, ALONG[kind][0])(tensor, dim).detach()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -46,6 +46,14 @@ class Block(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.second(x))))
 
 
+class Merged(Block):
+    """Samples and tokens in one dimension, a scale that is cast to what it is, and positions that nobody needs."""
+
+    def forward(self, x, turn, mask):
+        rows = x.view(-1, WIDTH) * self.first.weight.to(torch.float32)
+        return super().forward(self.up(rows).view(*x.shape[:-1], 2 * WIDTH)[..., :WIDTH], torch.ones(1), mask)
+
+
 class Scaled(Block):
     """Code that would see a rank's tokens where it means all of them."""
 
@@ -107,6 +115,7 @@ MAKES = {
     "plain": functools.partial(made, Block),
     "masked": functools.partial(made, Block, 3),  # attention to the last three tokens
     "normed": functools.partial(made, Block, 0, True),
+    "merged": functools.partial(made, Merged),
     "mixing": functools.partial(made, Mixing),
 }
 IDS = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -124,7 +133,7 @@ def plan_of(make, mesh, devices, **wishes):
 CASES = {  # the ranks that found where to divide by themselves have the first
     2: [
         ("plain", "cp=2", "none", 4), ("masked", "cp=2", "full", 4), ("mixing", "cp=2", "none", 4),
-        ("normed", "cp=2", "none", 1),
+        ("normed", "cp=2", "none", 1), ("merged", "cp=2", "none", 2),
     ],
     4: [
         ("plain", "dp=2,cp=2", "none", 2), ("masked", "fsdp=2,cp=2", "full", 2), ("plain", "cp=4", "none", 4),
