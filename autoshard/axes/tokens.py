@@ -195,6 +195,7 @@ class _Zone:
         mixing |= {op for op, _ in self.walk.random_calls}
         mixing |= {index for index in self.region.ops if name_of(self.graph.ops[index]).startswith(_DRAWS)}
         partial, sums = self._cut_ops()
+        means = {one.op for group in self.groups for one in group.walk.contractions if one.mean}
         carried: set[int] = set()
         for index in self.region.ops:
             op = self.graph.ops[index]
@@ -202,7 +203,7 @@ class _Zone:
             if ours and (index in sums or not set(ours).issuperset(op.mutates)):
                 return False
             if index in sums:
-                if self._scatters(op.outputs, sums[index]):
+                if index not in means and self._scatters(op.outputs, sums[index]):
                     self.scattered.add(index)
                     carried.add(index)
                 continue
@@ -282,13 +283,16 @@ class _Zone:
         beside = any(self.place(value) < 0 or value in self.lookup.tensors for value in whole)
         if not dims or any(len(one) != 1 for one in dims) or parameters is None or beside:
             return False
+        merged = {value for value in op.outputs if self.place(value) < 0}
+        if merged and not self.attends:  # a cut behind it may need all tokens
+            return False
         for value in whole:
             self.met.setdefault(value, []).append(index)
         for value in others:
             if value not in whole and value not in parameters and value in self.lookup.differentiable:
                 self.entered.setdefault(value, []).append(index)
         self.divided.update((value, one[0]) for value, one in zip(op.outputs, dims, strict=True))
-        self.merged |= {value for value in op.outputs if self.place(value) < 0}
+        self.merged |= merged
         self.summed.update(parameters)
         return True
 

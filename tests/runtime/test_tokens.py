@@ -25,7 +25,9 @@ class Attention(nn.Module):
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
 
     def forward(self, x):
-        q, k, v = (one(x).unflatten(-1, (4, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q = q * (q.square().mean(-1, keepdim=True) + 1e-5).rsqrt()  # over all heads: a mean of what ranks have
+        q, k, v = (one.unflatten(-1, (4, -1)).transpose(1, 2) for one in (q, k, v))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
