@@ -15,6 +15,7 @@ Korthikanti et al., "Reducing activation recomputation in large transformer mode
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from autoshard.axes.axis import Factor, factors_of, resolve
 from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
@@ -80,10 +81,10 @@ def _divided(
     """
     reason = "an op in it does not work on each token by itself"
     walk = walk_over(graph, (graph.ops[index] for index in region.ops))
-    for stream in _streams(graph, region, walk, degree):
+    for stream, merges in product(_streams(graph, region, walk, degree), (False,) if cuts else (True, False)):
         zone = _Zone(
             graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream, degree=degree,
-            training=training, attends=not cuts,
+            training=training, attends=not cuts, merges=merges,
         )  # fmt: skip
         chains = _chains(graph, lookup, region, stream)
         if zone.follow() and (not cuts or len(chains) < len(region.paths)):
@@ -163,6 +164,7 @@ class _Zone:
         gathered: divided values that ops read which do not work on each token by itself, with those ops.
         met: whole values with tokens that are read beside divided ones, with those ops.
         scattered: ops that sum over ranks, whose results are divided.
+        merges: such are followed, which can't be put together for an op that needs all tokens.
         attends, attended: attention of queries here to keys and values of all ranks is followed; ops that are such.
         summed: whole parameters that divided tokens meet; entered: other such values without tokens, with those ops.
     """
@@ -176,6 +178,7 @@ class _Zone:
     degree: int
     training: bool = False
     attends: bool = False
+    merges: bool = False
     attended: list[int] = field(default_factory=list)
     divided: dict[int, int] = field(default_factory=dict)
     merged: set[int] = field(default_factory=set)
@@ -284,7 +287,7 @@ class _Zone:
         if not dims or any(len(one) != 1 for one in dims) or parameters is None or beside:
             return False
         merged = {value for value in op.outputs if self.place(value) < 0}
-        if merged and not self.attends:  # a cut behind it may need all tokens
+        if merged and not self.merges:
             return False
         for value in whole:
             self.met.setdefault(value, []).append(index)
