@@ -59,8 +59,7 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
         return None
     logits = calls[0].outputs[calls[0].output_paths.index(gathers[0].argument)]
     between, losses = read_until_losses(lookup, logits)
-    moving = {logits, *(value for op in between for value in op.outputs)}
-    if not losses or not moving.isdisjoint({*graph.alive_after} - {*graph.outputs}):
+    if not losses:
         return None
     walk = walk_over(graph, between)
     axis = walk.of(logits)[dim]
@@ -75,7 +74,7 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
 
 
 def read_until_losses(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
-    """The ops between logits and losses, and the losses; none where something else reads them as well."""
+    """The ops between logits and losses, and the losses; none where something else reads or keeps them as well."""
     graph = lookup.graph
     between: dict[int, Op] = {}
     losses: dict[int, Op] = {}
@@ -93,6 +92,9 @@ def read_until_losses(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
                 ahead += op.outputs
             else:
                 return [], []
+    moving = {logits, *(value for op in between.values() for value in op.outputs)}
+    if not moving.isdisjoint({*graph.alive_after} - {*graph.outputs}):
+        return [], []
     return [between[index] for index in sorted(between)], list(losses.values())
 
 

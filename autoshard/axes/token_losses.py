@@ -52,7 +52,7 @@ def token_loss(lookup: Lookup, value: int, dim: int) -> TokenLoss | None:
             break
     else:
         return None
-    calls = [call for call in graph.calls if logits in call.outputs]
+    calls = [call for call in graph.calls if logits in call.outputs and call.end <= losses[0].index]
     made_at = graph.values[logits].op
     before = [op for op in closure if op.index <= made_at]
     walk = walk_over(graph, [*before, *between])
@@ -62,9 +62,8 @@ def token_loss(lookup: Lookup, value: int, dim: int) -> TokenLoss | None:
         return None
     leaving = {*graph.outputs, *graph.alive_after, *(measured for measured, _ in graph.measured)}
     divided = {value, *(one for op in before for one in op.outputs)} - {logits}
-    moving = {logits, *(one for op in between for one in op.outputs)}
     summed = _parameters(lookup, walk, before, divided, factor)
-    if summed is None or divided & leaving or moving & (set(graph.alive_after) - set(graph.outputs)):
+    if summed is None or divided & leaving:
         return None
     if not all(is_plain(graph, op) and _has_tokens(walk, op, factor) for op in losses):
         return None

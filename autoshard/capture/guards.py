@@ -130,6 +130,7 @@ def _hands_on(node: ast.expr) -> bool:
     return isinstance(node.func, ast.Name) and node.func.id in ("int", "float") and len(node.args) == 1
 
 
+@lru_cache(maxsize=256)
 def _tests(code: CodeType) -> list[tuple[Any, ...]]:
     """Of each statement that may be a guard: itself, its tests from the outermost in, and what raises nothing."""
     lines = linecache.getlines(code.co_filename)

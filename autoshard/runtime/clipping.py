@@ -63,10 +63,7 @@ def clip_gradients(
     norm = _norm_of_all(owned, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped.")
-    together: dict[Any, list[torch.Tensor]] = {}  # experts that are divided have another mesh than the rest
-    for one in owned:
-        together.setdefault(getattr(one, "device_mesh", None), []).append(one)
-    for those in together.values():
+    for those in _by_mesh(owned):
         clip_grads_with_norm_(those, max_norm, norm)
     clipped = {id(one) for one in owned}
     for model, record in _staged.items():
@@ -208,12 +205,17 @@ def _norm_of_parts(parameters: Iterable[torch.Tensor], norm_type: float) -> torc
     return torch.linalg.vector_norm(torch.cat([one.to(norms[0]) for one in norms]), norm_type)
 
 
+def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors that are sharded alike: experts that are divided have another mesh than the rest, scalars have none."""
+    together: dict[Any, list[torch.Tensor]] = {}
+    for one in tensors:
+        together.setdefault(getattr(one, "device_mesh", None), []).append(one)
+    return list(together.values())
+
+
 def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of gradients of which some may be sharded, each over ranks of its own; all of these call it."""
-    together: dict[Any, list[torch.Tensor]] = {}
-    for one in gradients:
-        together.setdefault(getattr(one, "device_mesh", None), []).append(one)
-    norms = [whole_of(get_total_norm(those, norm_type)) for those in together.values()]
+    norms = [whole_of(get_total_norm(those, norm_type)) for those in _by_mesh(gradients)]
     if len(norms) < 2:
         return norms[0] if norms else torch.zeros(())
     return torch.linalg.vector_norm(torch.stack([one.to(norms[0]) for one in norms]), norm_type)

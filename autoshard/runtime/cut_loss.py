@@ -78,6 +78,8 @@ def cross_entropy(call: Callable[..., torch.Tensor], axis: Axis, args: tuple, kw
         return call(**(given | {"input": _whole(logits, axis)}))
     if place.dim != classes:
         return _of_tokens(call, place.dim, axis, given)
+    if _dimension(logits, axis) != classes:
+        return call(**(given | {"input": _whole(logits, axis)}))
     ignored = labels == given.get("ignore_index", -100)
     part = _local(logits)
     losses = _losses(part, labels.masked_fill(ignored, 0), axis, classes, given)

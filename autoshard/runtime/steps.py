@@ -19,9 +19,8 @@ _FRESH = {*BIASED, "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", 
 """Functions whose result is new memory, which a sum over ranks may overwrite."""
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
-
 _ON_RESULTS = frozenset({"reduce", "mean", "gather", "spread", "copy_from", "scatter", "join", "spread_tokens"})
+"""Kinds of actions on what a call gives."""
 
 
 class Memo:

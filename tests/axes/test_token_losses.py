@@ -11,6 +11,19 @@ from autoshard.capture.capture import capture
 WIDTH, CLASSES, SAMPLES, TOKENS = 8, 12, 2, 6
 
 
+class Functional(nn.Module):
+    """A head that is no module: nothing ends between the logits and the loss, where ranks could say what they have."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.block = nn.Embedding(CLASSES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.rand(CLASSES, WIDTH))
+
+    def forward(self, ids, labels):
+        logits = nn.functional.linear(self.block(self.embed(ids)), self.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
+
+
 class Net(nn.Module):
     """A block, a norm, a head and a loss; `after`: what is done to the block's output, `shift`: to the logits."""
 
@@ -52,6 +65,7 @@ REFUSED = {
     "logits are shifted": Net(shift=lambda x: x[:, :-1]),
     "logits meet": Net(shift=lambda x: x.softmax(1)),
     "the head is the table": Net(tied=True),
+    "the head is no module": Functional(),
     "classes weigh": Net(options={"weight": torch.rand(CLASSES)}),
 }
 
