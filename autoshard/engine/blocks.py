@@ -193,7 +193,9 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True
     majors = (axes[0][:1] for value in graph.inputs if (axes := walk.axes.get(value)))
     rows = next((set(factors_of(major)) for major in majors if major and size_of(major) == samples), None)
     if rows is None:
-        raise PlanError("no input has a dimension for the batch: it can't be priced for other batches.")
+        raise PlanError(
+            "no input has a dimension for the batch: it can't be priced for other batches. Give inputs of two samples."
+        )
     batch = {value for value, axes in walk.axes.items() if not rows.isdisjoint(chain(*map(factors_of, axes)))}
     found, lookup = find_groups(graph), Lookup(graph)
     blocks: list[Block] = []

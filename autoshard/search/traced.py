@@ -12,6 +12,7 @@ from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.graph import ModelGraph
 from autoshard.engine.blocks import ModelWork, model_work
 from autoshard.errors import AutoshardError, CaptureError, PlanError
+from autoshard.nested import map_tensors
 from autoshard.plan.workload import Workload
 
 TRACED_SAMPLES = 2
@@ -48,7 +49,7 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     traced, tokens = _sizes(given, workload)
     walk = walk_over(graph, graph.ops)
     work = model_work(walk, traced, tokens)
-    samples = workload.batch_size or (traced if inputs is not None else 1)
+    samples = workload.batch_size or (1 if inputs is None else _sizes(_arguments(model, inputs, few)[0], workload)[0])
     asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
     return Traced(
         model=model, inputs=given, workload=asked, graph=graph, walk=walk, work=work, samples=samples,
@@ -70,12 +71,31 @@ def _recorded(model: nn.Module, inputs: Any, workload: Workload) -> tuple[Any, M
 
 
 def _calls(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
-    """Arguments that the model may take, the likeliest first."""
-    calls = calls_of(model, inputs, workload)
+    """Arguments that the model may take, the likeliest first: of one sample, with the same sample twice before."""
+    calls = _arguments(model, inputs, workload)
     if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
-        unmasked = [(args, {k: v for k, v in kwargs.items() if k != "attention_mask"}) for args, kwargs in calls]
-        calls = [*unmasked, *calls]
-    return [kwargs or args for args, kwargs in calls]
+        unmasked = [{k: v for k, v in given.items() if k != "attention_mask"} for given in calls if given]
+        return [*unmasked, *calls]
+    (given,) = calls
+    if _sizes(given, workload)[0] > 1:
+        return calls
+    return [_twice(given, least_dims=1), _twice(given, least_dims=2), given]
+
+
+def _arguments(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
+    return [kwargs or args for args, kwargs in calls_of(model, inputs, workload)]
+
+
+def _twice(given: Any, least_dims: int) -> Any:
+    """The same arguments with two of the only sample, in all tensors that have so many dimensions."""
+    made: dict[int, torch.Tensor] = {}
+
+    def repeated(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < least_dims or tensor.shape[0] != 1:
+            return tensor
+        return made.setdefault(id(tensor), torch.cat([tensor, tensor]))  # `labels=ids` are one tensor before and after
+
+    return map_tensors(given, repeated)
 
 
 def _shorter(traced: Traced, workload: Workload) -> Any:

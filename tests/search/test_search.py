@@ -51,6 +51,26 @@ def test_more_devices_or_memory_never_make_it_worse(devices, width, samples):
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
 
 
+def test_examples_of_one_sample_say_as_much_as_those_of_two():
+    """A model that takes a number for all samples, beside them."""
+
+    class Scaled(Decoder):
+        def forward(self, ids, scale, labels=None):
+            return super().forward(ids, labels) * scale.view(1)
+
+    with torch.device("meta"):
+        model = Scaled(64, 2)
+    works = []
+    for samples in (1, 2):
+        ids = torch.zeros(samples, 16, dtype=torch.long)
+        inputs = {"ids": ids, "scale": torch.ones(1), "labels": ids}
+        found = trace(model, inputs, Workload(mode="training"))
+        assert found.samples == samples
+        works.append(found.work)
+    assert works[0] == works[1]
+    assert trace(model, inputs, Workload(mode="training", batch_size=8)).samples == 8
+
+
 def test_what_is_fixed_stays_fixed():
     plan, _, _ = plan_processes(
         traced(), parse_devices("8xA100-40GB"),
