@@ -13,20 +13,19 @@ elsewhere (`FIRST`) holds what the runs can't tell apart. A value that fewer tha
 begins.
 """
 
-import argparse
 import csv
 import hashlib
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from math import log
 from pathlib import Path
-from typing import Any
 
-from published import errors_of, price_rows, price_serving, price_training
-from published_rows import DECODE, THROUGHPUT, Row, Unpriced, family, hardware_of, recipe_of, run_of, serving_of
+from common import run_command
+from published import errors_of, price_rows
+from published_rows import DECODE, THROUGHPUT, Row, Unpriced, family, hardware_of, price, run_of, stack_of
 from scipy.optimize import least_squares
 
 import autoshard.engine.efficiency as efficiency
@@ -43,18 +42,15 @@ BOUNDS = {
     "network_limit": (5e9, 5e10), "launch_seconds": (1e-6, 5e-5),
     "overlap": (0.0, 0.6),
 }  # fmt: skip
-FIRST: Mapping[tuple[str, str], Mapping[str, float]] = {
-    # large products of cuBLAS; attention by FlashAttention 2, of fused stacks of 2021 by batched products
-    ("sm80", "eager"): {"matmul": 0.82, "half_size": 60, "attention": 0.6, "attention_backward": 0.5},
-    ("sm80", "compiled"): {"matmul": 0.82, "half_size": 60, "attention": 0.6, "attention_backward": 0.5},
-    ("sm80", "early"): {"matmul": 0.82, "half_size": 60, "attention": 0.45, "attention_backward": 0.3},
-    ("sm80", "fused"): {"matmul": 0.82, "half_size": 60, "attention": 0.5, "attention_backward": 0.5},
-    ("sm80", "deepspeed"): {"matmul": 0.82, "half_size": 60, "attention": 0.5, "attention_backward": 0.5},
-    ("sm90", "eager"): {"matmul": 0.72, "half_size": 90, "attention": 0.45, "attention_backward": 0.38},
-    ("sm90", "compiled"): {"matmul": 0.72, "half_size": 90, "attention": 0.45, "attention_backward": 0.38},
-    ("sm90", "early"): {"matmul": 0.72, "half_size": 90, "attention": 0.25, "attention_backward": 0.2},
-    ("sm90", "fused"): {"matmul": 0.72, "half_size": 90, "attention": 0.5, "attention_backward": 0.45},
-}
+FIRST = {
+    ("sm80", "eager"): (0.82, 60, 0.6, 0.5), ("sm80", "compiled"): (0.82, 60, 0.6, 0.5),
+    ("sm80", "early"): (0.82, 60, 0.45, 0.3), ("sm80", "fused"): (0.82, 60, 0.5, 0.5),
+    ("sm80", "deepspeed"): (0.82, 60, 0.5, 0.5),
+    ("sm90", "eager"): (0.72, 90, 0.45, 0.38), ("sm90", "compiled"): (0.72, 90, 0.45, 0.38),
+    ("sm90", "early"): (0.72, 90, 0.25, 0.2), ("sm90", "fused"): (0.72, 90, 0.5, 0.45),
+}  # fmt: skip
+"""First values of matmul, half_size, attention and attention_backward: large products of cuBLAS; attention by
+FlashAttention 2, of fused stacks of 2021 by batched products."""
 OTHERS = {"memory": 0.8, "local": 0.75, "network": 0.75, "network_limit": 3e10, "overlap": 0.1}
 SHARED = ("network", "network_limit", "launch_seconds", "overlap")
 """What does not depend on a generation: cards that no run is of have it too."""
@@ -82,7 +78,7 @@ class Case:
 
     row: Row
     key: tuple[str, str]
-    price: Callable[[dict[Any, Any]], float]
+    price: Callable[[], float]
 
 
 def cases_of(rows: Sequence[Row]) -> list[Case]:
@@ -91,16 +87,14 @@ def cases_of(rows: Sequence[Row]) -> list[Case]:
     for row in rows:
         if row["metric"] not in (*THROUGHPUT, *DECODE) or run_of(row) in found or NOISY.search(row["id"]):
             continue
+        priced = partial(price, row, serves=row["metric"] in DECODE)
         try:
-            serves = row["metric"] in DECODE
-            recipe = serving_of(row)[0] if serves else recipe_of(row)
-            price = partial(price_serving if serves else price_training, row)
-            price({})
+            priced()
         except (Unpriced, AutoshardError):
             continue
-        key = hardware_of(row)[0].generation, recipe.stack
+        key = hardware_of(row)[0].generation, stack_of(row)
         if key in FIRST:
-            found[run_of(row)] = Case(row=row, key=key, price=price)
+            found[run_of(row)] = Case(row=row, key=key, price=priced)
     return list(found.values())
 
 
@@ -124,8 +118,9 @@ def parameter_of(generation: str, stack: str, name: str) -> str:
 def cells() -> Iterator[tuple[tuple[str, str], str, str, float]]:
     """(generation and stack, column, its fitted number, its first value) of the table."""
     for key, first in FIRST.items():
-        rows = 600 if key[1] == "deepspeed" else first["half_size"]
-        values = {**OTHERS, "half_rows": rows, "launch_seconds": LAUNCH[key[1]], **first}
+        own = dict(zip(("matmul", "half_size", "attention", "attention_backward"), first, strict=True))
+        rows = 600 if key[1] == "deepspeed" else own["half_size"]
+        values = {**OTHERS, "half_rows": rows, "launch_seconds": LAUNCH[key[1]], **own}
         for name in BOUNDS:
             yield key, name, parameter_of(*key, name), values[name]
 
@@ -134,27 +129,24 @@ def fit(cases: Sequence[Case]) -> dict[tuple[str, str], Efficiency]:
     """The table that fits these runs best."""
     table = efficiency_table()
     runs = Counter(family(case.row) for case in cases)
-    keys = {case.key for case in cases}
+    keys = Counter(case.key for case in cases)
     users: Counter[str] = Counter()
-    for case in cases:
-        users.update({number for key, _, number, _ in cells() if key == case.key})
-    names = sorted({number for key, _, number, _ in cells() if key in keys and users[number] >= FEWEST})
+    for key, number in {(key, number) for key, _, number, _ in cells()}:
+        users[number] += keys[key]
     starts = {number: (name, value) for _, name, number, value in reversed(list(cells()))}
+    names = sorted(number for number in starts if users[number] >= FEWEST)
     first = [_scaled(*starts[number]) for number in names]
 
     def fill(scaled: Sequence[float]) -> None:
-        known = dict(zip(names, scaled, strict=True))
-        for key in FIRST:
-            row = {
-                name: _value(starts[number][0], known[number]) if number in known else value
-                for other, name, number, value in cells()
-                if other == key
-            }
-            table[key] = Efficiency(**row)
+        known = {number: _value(starts[number][0], one) for number, one in zip(names, scaled, strict=True)}
+        rows: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
+        for key, name, number, value in cells():
+            rows[key][name] = known.get(number, value)
+        table.update({key: Efficiency(**row) for key, row in rows.items()})
 
     def errors(scaled: Sequence[float]) -> list[float]:
         fill(scaled)
-        logs = [log(case.price({}) / float(case.row["value"])) / runs[family(case.row)] ** 0.25 for case in cases]
+        logs = [log(case.price() / float(case.row["value"])) / runs[family(case.row)] ** 0.25 for case in cases]
         return logs + [PULL * (one - other) for one, other in zip(scaled, first, strict=True)]
 
     found = least_squares(errors, first, bounds=(0, 1), loss="soft_l1", f_scale=0.1, diff_step=0.01, max_nfev=40)
@@ -200,32 +192,27 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
                     yield f"{kind:11} {name:8} {len(priced):4} rows  {figures}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file")
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--each", action="store_true", help="leave out one source after the other")
-    given = parser.parse_args()
-    with open(given.file, newline="") as lines:
-        everything = list(csv.DictReader(lines))
-    rows = [row for row in everything if fitted_on(row)]
-    if given.each:
-        print("\n".join(left_out(everything)))
+def main(file: Path, dry_run: bool = False, each: bool = False) -> None:
+    with file.open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    if each:
+        print("\n".join(left_out(rows)))
         return
-    cases = cases_of(rows)
+    cases = cases_of([row for row in rows if fitted_on(row)])
     fitted = lines_of(fit(cases), cases)
+    for line in fitted:
+        print(",".join(line.values()), flush=True)
+    if dry_run:
+        return
     with TABLE.open(newline="") as lines:
         kept = [one for one in csv.DictReader(lines) if (one["generation"], one["stack"]) not in FIRST]
     by_stack = {line["stack"]: line for line in fitted}
     kept = [one | {name: by_stack[one["stack"]][name] for name in SHARED} for one in kept]
-    for line in fitted:
-        print(",".join(line.values()), flush=True)
-    if not given.dry_run:
-        with TABLE.open("w", newline="") as out:
-            writer = csv.DictWriter(out, fitted[0].keys(), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(kept + fitted)
+    with TABLE.open("w", newline="") as out:
+        writer = csv.DictWriter(out, fitted[0].keys(), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept + fitted)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

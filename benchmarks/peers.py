@@ -9,27 +9,20 @@ simulated devices of which none holds the model.
 Prints a Markdown table and the first line of every failure.
 """
 
-import collections
-import pathlib
 import sys
 import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
 
 import accelerate
 import torch
+from common import print_header, print_row
 
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.conformance.checks import (
-    atoms,
-    difference_when_placed,
-    difference_when_replayed,
-    forward,
-    plan_tightly,
-    profiled,
-)
+from tests.conformance import checks
 from tests.models import HF_CASES, HOSTILE_CASES, Case, same
 
 
@@ -39,19 +32,18 @@ def symbolic_trace(case: Case) -> bool:
 
 def export(case: Case) -> bool:
     with torch.no_grad():
-        exported = torch.export.export(case.model(), (), case.example(), strict=False)
-    return _same(case, exported.module())
+        return _same(case, torch.export.export(case.model(), (), case.example(), strict=False).module())
 
 
 def autoshard_capture(case: Case) -> bool:
-    graph = profiled(case.model, case.example()).graph
-    return not difference_when_replayed(case.model, case.example(), graph, training=False)
+    graph = checks.profiled(case.model, case.example()).graph
+    return not checks.difference_when_replayed(case.model, case.example(), graph, training=False)
 
 
 def accelerate_split(case: Case) -> bool:
     """The first half of the modules that hold parameters on the CPU, the second half on disk."""
     model = case.model()
-    paths = atoms(model)
+    paths = checks.atoms(model)
     device_map = {path: "cpu" if index < len(paths) / 2 else "disk" for index, path in enumerate(paths)}
     with tempfile.TemporaryDirectory() as folder:
         accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
@@ -59,12 +51,12 @@ def accelerate_split(case: Case) -> bool:
 
 
 def autoshard_apply(case: Case) -> bool:
-    plan, _ = plan_tightly(profiled(case.model, case.example()), "balanced")
-    return not difference_when_placed(case.model, plan, [lambda model: forward(model, case.example())])
+    plan, _ = checks.plan_tightly(checks.profiled(case.model, case.example()), "balanced")
+    return not checks.difference_when_placed(case.model, plan, [lambda model: checks.forward(model, case.example())])
 
 
-def _same(case: Case, callable_model: Any) -> bool:
-    return same(forward(case.model(), case.example()), forward(callable_model, case.example()))
+def _same(case: Case, model: torch.nn.Module) -> bool:
+    return same(checks.forward(case.model(), case.example()), checks.forward(model, case.example()))
 
 
 TOOLS: dict[str, Callable[[Case], bool]] = {
@@ -76,40 +68,31 @@ TOOLS: dict[str, Callable[[Case], bool]] = {
 }
 
 
-def main() -> None:
+def outcome(tool: str, case: Case) -> tuple[str, str]:
+    """Whether it is "equal", "differs" or "fails", and what there is to say."""
+    try:
+        return ("equal", "") if TOOLS[tool](case) else ("differs", "other bits")
+    except Exception as error:
+        return "fails", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:120]}"
+
+
+def main(*names: str) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
-    wanted = set(sys.argv[1:])
     groups = {"transformers": HF_CASES, "hostile": [case for case in HOSTILE_CASES if not case.refused]}
-    score: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    total: collections.Counter[str] = collections.Counter()
+    groups = {group: [one for one in cases if one.name in names or not names] for group, cases in groups.items()}
     failures = []
-    for group, cases in groups.items():
-        for case in cases:
-            if wanted and case.name not in wanted:
-                continue
-            total[group] += 1
-            for tool, attempt in TOOLS.items():
-                try:
-                    outcome = "equal" if attempt(case) else "differs"
-                except Exception as error:
-                    lines = str(error).strip().splitlines() or [""]
-                    outcome = "fails"
-                    failures.append(f"{tool}: {case.name}: {type(error).__name__}: {lines[0][:120]}")
-                score[tool, group, outcome] += 1
-                if outcome == "differs":
-                    failures.append(f"{tool}: {case.name}: other bits")
-    print(
-        "| tool | "
-        + " | ".join(f"{group}, of {count}: equal / differs / fails" for group, count in total.items())
-        + " |"
-    )
-    print("|---|" + "---|" * len(total))
+    print_header("tool", *(f"{group}, of {len(cases)}: equal / differs / fails" for group, cases in groups.items()))
     for tool in TOOLS:
-        cells = (" / ".join(str(score[tool, group, o]) for o in ("equal", "differs", "fails")) for group in total)
-        print(f"| {tool} | " + " | ".join(cells) + " |")
+        cells = []
+        for cases in groups.values():
+            found = {case.name: outcome(tool, case) for case in cases}
+            failures += [f"{tool}: {name}: {said}" for name, (_, said) in found.items() if said]
+            score = Counter(result for result, _ in found.values())
+            cells.append(" / ".join(str(score[result]) for result in ("equal", "differs", "fails")))
+        print_row((tool, *cells))
     print("\n" + "\n".join(failures))
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Read a row of published runs: its model, its recipe, its hardware, as given; what is not given by stated defaults."""
+"""Read and price a row of published runs: model, recipe and hardware as given; what is not given by stated defaults."""
 
 import functools
 import re
@@ -15,6 +15,9 @@ from autoshard.cluster.hardware import find_hardware
 from autoshard.cluster.parse import parse_devices
 from autoshard.cluster.topology import Topology, topology_of
 from autoshard.engine.blocks import ModelWork, model_work
+from autoshard.engine.generation import GenerationEstimate, price_generation
+from autoshard.engine.local import sums_of
+from autoshard.engine.price import StepEstimate, price_step
 from autoshard.engine.recipe import Precision, Recipe
 from autoshard.engine.timing import Card
 from autoshard.errors import AutoshardError
@@ -28,18 +31,21 @@ MEMORY = ("peak_mem_per_gpu", "peak_allocated_per_gpu", "peak_reserved_per_gpu",
 DECODE = ("decode_tokens_per_s", "ms_per_token_per_sequence", "s_per_token", "generation_tokens_per_s")
 TRACED_LAYERS = 3
 """Layers that are built of each model: all of them are alike, and one more costs a capture more time."""
+METERS = {"bs": "used", "kf": "allocated", "kfc": "allocated"}
+"""What a source read its peak from, where it is not what the allocator reserved."""
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}
 GPT_LIKE = re.compile(r"\b(gpt|mpt|opt|bloom|bigscience|megatron|turing)", re.I)
 """Models with learned positions, LayerNorm, a plain MLP of four times the width and tied embeddings."""
 HAND_FUSED = ("fused", "deepspeed")
-DEEPSPEED = re.compile(r"megatron-deepspeed|bigscience", re.I)
-"""Megatron's kernels run by DeepSpeed."""
-MEGATRON = re.compile(r"megatron|nemo|transformer.?engine|\bTE\b", re.I)
-"""Sources whose layers are made of hand-fused kernels."""
+STACKS = {
+    "deepspeed": re.compile(r"megatron-deepspeed|bigscience", re.I),
+    "fused": re.compile(r"megatron|nemo|transformer.?engine|\bTE\b", re.I),
+    "early": re.compile(r"mosaicml|llm-foundry", re.I),
+}
+"""Who made the kernels, by what a source says: DeepSpeed runs those of Megatron, which fused them by hand; torch 1.13
+and 2.0, of 2023, had the first fused attention, made for the A100."""
 UNFUSED = re.compile(r"bigscience|2104\.04473|2205\.05198", re.I)
 """Sources of 2021 and 2022, before fused attention."""
-EARLY = re.compile(r"mosaicml|llm-foundry", re.I)
-"""Sources of 2023: torch 1.13 or 2.0 and the first fused attention, made for the A100."""
 SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
 JEAN_ZAY_BYTES_PER_SECOND = 4 * 25e9
 """Of one A100 to the others of its host: "NVLink 4 inter-gpu connects" (BLOOM, arXiv 2211.05100)."""
@@ -95,25 +101,22 @@ def dimensions_of(row: Row) -> Dimensions:
         raise Unpriced(f"no {', '.join(missing)}")
     if re.search(r"cut to \d+ layers", row["model"]):
         raise Unpriced("a model cut to its first layers")
-    text = f"{row['model']} {row['source']}"
     gpt = bool(GPT_LIKE.search(row["model"])) or family(row) in ("mpt", "bs")
-    hidden, layers = number(row, "hidden"), number(row, "layers")
-    heads = number(row, "heads") or max(1, hidden // 128)
-    kv_heads = number(row, "kv_heads", heads)
     experts, chosen = experts_of(row)
     if not experts and re.search(r"moe|mixtral|x\d+b\b|-a\d+b|deepseek|gpt.oss|kimi", row["model"], re.I):
         raise Unpriced("a mixture whose experts are not given")
-    vocab = vocabulary_of(row, gpt)
-    shape = hidden, layers, heads, kv_heads, vocab, experts
-    tied = gpt or bool(re.search(r"\btied\b", text))
-    ffn = number(row, "ffn") or _ffn_of(row, gpt, tied, *shape)
     seq = number(row, "seq") or (512 if row["metric"] in (*DECODE, *MEMORY) else 0)
     if not seq:
         raise Unpriced("no seq")
-    return Dimensions(
-        kind="gpt" if gpt else "llama", hidden=hidden, layers=layers, heads=heads, kv_heads=kv_heads, ffn=ffn,
-        vocab=vocab, seq=seq, tied=tied, experts=experts, chosen=chosen, fused_norms=family(row) != "nano",
+    hidden = number(row, "hidden")
+    heads = number(row, "heads") or max(1, hidden // 128)
+    shape = Dimensions(
+        kind="gpt" if gpt else "llama", hidden=hidden, layers=number(row, "layers"), heads=heads,
+        kv_heads=number(row, "kv_heads", heads), ffn=number(row, "ffn"), vocab=vocabulary_of(row, gpt), seq=seq,
+        tied=gpt or bool(re.search(r"\btied\b", f"{row['model']} {row['source']}")),
+        experts=experts, chosen=chosen, fused_norms=family(row) != "nano",
     )  # fmt: skip
+    return shape if shape.ffn else replace(shape, ffn=_ffn_of(row, shape))
 
 
 def vocabulary_of(row: Row, gpt: bool) -> int:
@@ -135,33 +138,27 @@ def experts_of(row: Row) -> tuple[int, int]:
     return (int(named[1]), int(named[2])) if named else (0, 0)
 
 
-def _ffn_of(
-    row: Row, gpt: bool, tied: bool, hidden: int, layers: int, heads: int, kv_heads: int, vocab: int, experts: int
-) -> int:
+def _ffn_of(row: Row, shape: Dimensions) -> int:
     """The width of the MLP: what is left of the parameters, or the usual one."""
-    if gpt:
+    hidden = shape.hidden
+    if shape.kind == "gpt":
         return 4 * hidden
     usual = -(-8 * hidden // 3 // 256) * 256
-    if not row["params_b"] or (not experts and re.search(r"opt|phi|gpt", row["model"], re.I)):
+    if not row["params_b"] or (not shape.experts and re.search(r"opt|phi|gpt", row["model"], re.I)):
         return usual
-    attention = hidden * hidden * (2 + 2 * kv_heads / heads)
-    left = float(row["params_b"]) * 1e9 - (1 if tied else 2) * vocab * hidden - layers * attention
-    found = round(left / layers / (3 * hidden * max(1, experts)) / 64) * 64
+    attention = hidden * hidden * (2 + 2 * shape.kv_heads / shape.heads)
+    tables = (1 if shape.tied else 2) * shape.vocab * hidden
+    left = float(row["params_b"]) * 1e9 - tables - shape.layers * attention
+    found = round(left / shape.layers / (3 * hidden * max(1, shape.experts)) / 64) * 64
     return found if hidden // 4 <= found <= 8 * hidden else usual
 
 
 def with_fused_norms(model: torch.nn.Module) -> torch.nn.Module:
     """Replace norms that are written as six element-wise ops by torch's own: training stacks have one kernel for it."""
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if type(child).__name__.endswith("RMSNorm") and not isinstance(child, torch.nn.RMSNorm):
-                setattr(
-                    module,
-                    name,
-                    torch.nn.RMSNorm(
-                        child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype, device="meta"
-                    ),
-                )
+    for path, norm in list(model.named_modules()):
+        if type(norm).__name__.endswith("RMSNorm") and not isinstance(norm, torch.nn.RMSNorm):
+            size, dtype = norm.weight.shape[0], norm.weight.dtype
+            model.set_submodule(path, torch.nn.RMSNorm(size, eps=norm.variance_epsilon, dtype=dtype))
     return model
 
 
@@ -174,20 +171,16 @@ def work_of(shape: Dimensions) -> ModelWork:
         "max_position_embeddings": shape.seq, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
     }  # fmt: skip
     decoder = {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.ffn}
-    if shape.kind == "gpt":
-        config: Any = transformers.OPTConfig(
-            ffn_dim=shape.ffn, activation_function="gelu", dropout=0.0, word_embed_proj_dim=shape.hidden, **common
-        )
-        make: Any = transformers.OPTForCausalLM
-    elif shape.experts:
-        config = transformers.MixtralConfig(
-            num_local_experts=shape.experts, num_experts_per_tok=shape.chosen, **decoder, **common
-        )
-        make = transformers.MixtralForCausalLM
-    else:
-        config, make = transformers.LlamaConfig(**decoder, **common), transformers.LlamaForCausalLM
+    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
+    gpt = {"ffn_dim": shape.ffn, "activation_function": "gelu", "dropout": 0.0, "word_embed_proj_dim": shape.hidden}
     with torch.device("meta"):
-        model = make(config).to(torch.bfloat16)
+        if shape.kind == "gpt":
+            model: Any = transformers.OPTForCausalLM(transformers.OPTConfig(**gpt, **common))
+        elif shape.experts:
+            model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**experts, **decoder, **common))
+        else:
+            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**decoder, **common))
+        model = model.to(torch.bfloat16)
         if shape.fused_norms:
             model = with_fused_norms(model)
     ids = torch.zeros(2, shape.seq, dtype=torch.long)
@@ -212,18 +205,16 @@ def stack_of(row: Row) -> Any:
         return "compiled"
     if family(row) in ("sc21", "mb", "mlm", "mk22"):
         return "fused"
-    if DEEPSPEED.search(row["source"]):
-        return "deepspeed"
-    if MEGATRON.search(row["source"]):
-        return "fused"
-    if EARLY.search(row["source"]):
-        return "early"
-    return "compiled" if row["compile"] in ("yes", "thunder") else "eager"
+    named = (stack for stack, pattern in STACKS.items() if pattern.search(row["source"]))
+    return next(named, "compiled" if row["compile"] in ("yes", "thunder") else "eager")
 
 
 def recipe_of(row: Row) -> Recipe:
     """The recipe as given. Raises `Unpriced` where it does not determine a run."""
-    _refuse_dtype(row)
+    if re.search(r"fp8|mxfp8|nvfp4|nf4|int\d", row["dtype"].lower()):
+        raise Unpriced(f"computes in {row['dtype']}")
+    if not row["dtype"] and re.search(r"quantis|nemo", row["source"], re.I):
+        raise Unpriced("computes in a precision that is not given")
     if "lora" in row["optimizer"].lower():
         raise Unpriced("trains adapters")
     gpus, tp, pp, cp, ep = (number(row, name, 1) for name in ("gpus", "tp", "pp", "cp", "ep"))
@@ -247,13 +238,12 @@ def recipe_of(row: Row) -> Recipe:
     if not micro and not (pp > 1 and row["global_batch"]):
         raise Unpriced("no micro_batch")
     micro = micro or 1
-    batch, accumulated = (
-        number(row, "global_batch"),
-        re.search(r"accumulation (?:or micro-batches )?(\d+)", row["source"]),
-    )
-    count = max(1, round(batch / (micro * dp * fsdp))) if batch else 1 if pp == 1 else 4 * pp
-    if not batch and accumulated:
-        count = int(accumulated[1])
+    batch = number(row, "global_batch")
+    accumulated = re.search(r"accumulation (?:or micro-batches )?(\d+)", row["source"])
+    if batch:
+        count = max(1, round(batch / (micro * dp * fsdp)))
+    else:
+        count = int(accumulated[1]) if accumulated else 1 if pp == 1 else 4 * pp
     own = family(row) in ("kf", "kfc")
     unfused = bool(UNFUSED.search(row["source"])) and not row["recompute"].startswith("selective")
     whole_sequences = family(row) in ("bs", "sc21") or ("unless PP" in row["source"] and pp > 1)
@@ -267,13 +257,6 @@ def recipe_of(row: Row) -> Recipe:
         accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
         logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
     )  # fmt: skip
-
-
-def _refuse_dtype(row: Row) -> None:
-    if re.search(r"fp8|mxfp8|nvfp4|nf4|int\d", row["dtype"].lower()):
-        raise Unpriced(f"computes in {row['dtype']}")
-    if not row["dtype"] and re.search(r"quantis|nemo", row["source"], re.I):
-        raise Unpriced("computes in a precision that is not given")
 
 
 def recompute_of(row: Row) -> Any:
@@ -291,9 +274,8 @@ def precision_of(row: Row) -> Precision:
     if "pure" in row["dtype"] or "states bf16" in row["optimizer"]:
         reduce = 4 if "reduced in fp32" in row["optimizer"] else 2
         # Sums over micro-batches are kept in the precision that they are reduced in, also where nothing is sharded.
-        return Precision(
-            parameters=2, compute=2, gradients=2 if number(row, "fsdp") > 1 else reduce, reduce=reduce, moments=2
-        )
+        gradients = 2 if number(row, "fsdp") > 1 else reduce
+        return Precision(parameters=2, compute=2, gradients=gradients, reduce=reduce, moments=2)
     if stack_of(row) in HAND_FUSED or "ZeRO-1" in row["optimizer"]:
         summed = "fp32 gradient" in row["dtype"]  # besides those of 16 bits that a backward makes
         # Megatron sums gradients of bfloat16 in float32, those of float16 as they are.
@@ -328,19 +310,21 @@ def serving_of(row: Row) -> tuple[Recipe, int, int, int]:
     )
 
 
+def card_of(row: Row) -> Any:
+    """The card in the hardware table; what its power or the size of its memory are is no part of its name there."""
+    return find_hardware(re.sub(r"^DGX-| ?\(.*\)|-\d+W$| \d+W$|-HBM2e.*|-96GB", "", row["gpu"]))
+
+
 def hardware_of(row: Row) -> tuple[Card, Topology]:
     """The card, and how the row's cards are connected."""
     text = row["gpu"]
-    name = re.sub(r"^DGX-| ?\(.*\)|-\d+W$| \d+W$|-HBM2e.*", "", text)
     try:
-        known = find_hardware(re.sub(r"-96GB", "", name))
+        known = card_of(row)
     except AutoshardError as error:
         raise Unpriced(f"the card {text!r} is not in the table") from error
-    watts = re.search(r"(\d+) ?W", text)
+    watts, bandwidth, size = (re.search(found, text) for found in (r"(\d+) ?W", r"([\d.]+) TB/s", r"(\d+)GB"))
     full_watts = {"sm90": 700, "sm80": 400}.get(known.arch, 0)
     power = min(1.0, int(watts[1]) / full_watts) if watts and full_watts else 1.0
-    bandwidth = re.search(r"([\d.]+) TB/s", text)
-    size = re.search(r"(\d+)GB", text)
     gigabytes = int(size[1]) if size else known.nominal_gb
     rates = known.flops_per_second
     card = Card(
@@ -359,12 +343,9 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
 
 
 @functools.cache
-def usual_topology(card: str, per_host: int) -> Topology:
+def usual_topology(card: str, per_host: int) -> Any:
     """Hosts of a card as the hardware table has them."""
-    found = topology_of(parse_devices(f"2 hosts of {per_host}x{card}"))
-    if found is None:
-        raise Unpriced(f"hosts of {card} are not equal")
-    return found
+    return topology_of(parse_devices(f"2 hosts of {per_host}x{card}"))
 
 
 def network_gbits(row: Row, per_host: int) -> float:
@@ -382,7 +363,68 @@ def network_gbits(row: Row, per_host: int) -> float:
     return 0.0
 
 
-def find_peak(row: Row) -> float:
-    """The published peak that a share of it is counted against."""
-    known = find_hardware(re.sub(r"^DGX-| ?\(.*\)|-\d+W$| \d+W$|-HBM2e.*|-96GB", "", row["gpu"]))
-    return known.flops_per_second["bfloat16"]
+def price(row: Row, *, serves: bool, known: dict[Any, Any] | None = None) -> float:
+    """The predicted figure of a row; estimates of the same run are taken from `known`."""
+    known = {} if known is None else known
+    recipe, *asked = serving_of(row) if serves else (recipe_of(row),)
+    shape = dimensions_of(row)
+    card, topology = hardware_of(row)
+    key = (shape, recipe, card, topology, *asked)
+    work = work_of(shape)
+    if serves:
+        if key not in known:
+            sizes = dict(zip(("batch", "prompt_tokens", "new_tokens"), asked, strict=True))
+            known[key] = price_generation(work, recipe, card, topology, **sizes)
+        return generated(row, known[key])
+    if key not in known:
+        known[key] = price_step(work, recipe, card, topology)
+    return predicted(row, known[key], work, recipe)
+
+
+def predicted(row: Row, estimate: StepEstimate, work: ModelWork, recipe: Recipe) -> float:
+    """The figure of a training row's metric, in its unit."""
+    gpus, metric = recipe.devices, row["metric"]
+    if metric == "tokens_per_s_per_gpu":
+        return estimate.tokens_per_second / gpus
+    if metric in ("tokens_per_s_total", "tokens_per_s"):
+        return estimate.tokens_per_second
+    if metric == "step_time":
+        return estimate.seconds * (1e3 if row["unit"].startswith("ms") else 1)
+    if metric in TFLOPS:
+        again = 4 / 3 if metric[0] in "hp" and recipe.recompute == "full" else 1
+        rate = model_flops(work) * recipe.global_batch * work.tokens * again / estimate.seconds / gpus
+        return rate / 1e12 if metric.endswith("_gpu") else 100 * rate / card_of(row).flops_per_second["bfloat16"]
+    if metric == "allocated_between_steps":
+        return estimate.memory.curve[0].allocated / UNITS[row["unit"]]
+    if metric in MEMORY:
+        meter = {"peak_allocated_per_gpu": "allocated", "peak_reserved_per_gpu": "reserved"}.get(metric)
+        meter = meter or METERS.get(family(row), "reserved")
+        return getattr(estimate.memory, meter) / UNITS[row["unit"]]
+    if metric == "fits":
+        return float(estimate.fits)
+    raise Unpriced(f"the metric {metric} is of one source alone")
+
+
+def generated(row: Row, estimate: GenerationEstimate) -> float:
+    """The figure of an inference row's metric, in its unit."""
+    metric = row["metric"]
+    if metric == "decode_tokens_per_s":
+        return estimate.decode_tokens_per_second
+    if metric in ("ms_per_token_per_sequence", "s_per_token"):
+        return estimate.token_seconds * (1e3 if metric.startswith("ms") else 1)
+    if metric == "generation_tokens_per_s":
+        return estimate.tokens_per_second
+    if metric in MEMORY:
+        return sum(estimate.memory.values()) / UNITS[row["unit"]]
+    if metric == "fits":
+        return float(estimate.fits)
+    raise Unpriced(f"the metric {metric} is of one source alone")
+
+
+def model_flops(work: ModelWork) -> float:
+    """FLOPs per token of forward and backward, as model FLOPs are counted: all products, and attention, three times."""
+    total = 0.0
+    for block in work.blocks:
+        sums = sums_of(block)
+        total += block.count * (sum(one.flops for one in sums.products) + sum(one.flops for one in sums.attentions))
+    return 3 * total / (work.samples * work.tokens)

@@ -1,6 +1,6 @@
 """Latency of a cut decoder on two processes against Transformers' own tensor parallelism, in the same run, in turns.
 
-    python benchmarks/tensor_parallel.py [--dtype float32] [--seconds 40] [--hidden 1024 2048 4096]
+    python benchmarks/tensor_parallel.py [--dtype float32] [--rounds 15] [--hidden 1024 --hidden 2048]
 
 Two gloo ranks of one thread each, on this machine's CPU, each bound to a processor of its own, as launchers of ranks
 do: else the scheduler puts both on one now and then. Each rank holds the same random decoder three times: cut by
@@ -13,94 +13,77 @@ autoshard's plan, cut by `from_pretrained(tp_plan="auto")`, and whole. They take
 halves. Prints medians with quartiles over rounds, and the medians of the ratios within a round.
 """
 
-import argparse
-import functools
 import os
-import statistics
 import tempfile
-import time
 import warnings
-from collections.abc import Callable
+from functools import partial
+from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
 import transformers
+from common import decoder, print_header, print_row, ratio, run_command, spread, take_turns
 
 import autoshard
 
 PROMPTS, CACHED, STEPS = (128, 512), 64, 16
 LAYERS = {1024: 4, 2048: 2, 4096: 1}
-LEAST_ROUNDS = 5
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2}
 """What rounding makes of the logits, as a part of the largest."""
 NAMES = ("alone", "together", "tp_plan", "autoshard")
-Times = dict[str, dict[str, list[float]]]
-"""What is run -> on which model -> seconds, one per round."""
 
 
-def prefill(model: torch.nn.Module, tokens: int) -> float:
-    ids = torch.arange(tokens).reshape(1, tokens)
-    start = time.perf_counter()
-    model(input_ids=ids, use_cache=False)
-    return time.perf_counter() - start
+def prompt(tokens: int) -> torch.Tensor:
+    return torch.arange(tokens).reshape(1, tokens)
 
 
-def decode(model: torch.nn.Module) -> float:
-    ids = torch.arange(CACHED).reshape(1, CACHED)
-    cache = model(input_ids=ids, use_cache=True).past_key_values
-    start = time.perf_counter()
+def decode(model: Any, cache: Any) -> None:
+    """Some tokens after those of the cache, which is then as it was."""
     for step in range(STEPS):
-        model(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True)
-    return (time.perf_counter() - start) / STEPS
+        model(input_ids=prompt(CACHED)[:, step : step + 1], past_key_values=cache, use_cache=True)
+    cache.crop(-STEPS)
 
 
-RUNS: dict[str, Callable[[torch.nn.Module], float]] = {
-    **{f"prefill of {tokens}": functools.partial(prefill, tokens=tokens) for tokens in PROMPTS},
-    "decode": decode,
-}
-
-
-def measure(models: dict[str, torch.nn.Module], seconds: float) -> Times:
-    """Run rounds on this rank until the time of rank 0 is up; the first one warms up."""
-    times: Times = {kind: {name: [] for name in NAMES} for kind in RUNS}
-    end = time.monotonic() + seconds
-    index, going = 0, torch.ones(1)
-    with torch.no_grad():
-        while going:
-            turn = index % len(NAMES)
-            for name in NAMES[turn:] + NAMES[:turn]:
-                for kind, run in RUNS.items():
-                    dist.barrier()
-                    if name == "alone" and dist.get_rank():
-                        continue
-                    found = run(models.get(name, models["whole"]))
-                    if index:
-                        times[kind][name].append(found)
-            index += 1
-            going[0] = index <= LEAST_ROUNDS or time.monotonic() < end
-            dist.broadcast(going, 0)
-    return times
-
-
-def build(folder: str, dtype: torch.dtype) -> dict[str, torch.nn.Module]:
-    load = functools.partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=dtype)
+def build(folder: str, dtype: str) -> dict[str, Any]:
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=getattr(torch, dtype))
     whole, ours = load().eval(), load().eval()
-    inputs = {"input_ids": torch.arange(PROMPTS[0]).reshape(1, PROMPTS[0]), "use_cache": False}
+    inputs = {"input_ids": prompt(PROMPTS[0]), "use_cache": False}
     autoshard.apply(ours, {"cpu:0": "8GiB", "cpu:1": "8GiB"}, inputs=inputs, strategy="column-parallel")
-    theirs = load(tp_plan="auto").eval()
-    with torch.no_grad():
-        wanted = whole(**inputs).logits
-        for name, model in (("autoshard", ours), ("tp_plan", theirs)):
-            off = (model(**inputs).logits - wanted).abs().max() / wanted.abs().max()
-            assert off < TOLERANCE[dtype], f"{name} is off by {off:.1e}"
-    return {"whole": whole, "autoshard": ours, "tp_plan": theirs}
+    models = {"autoshard": ours, "tp_plan": load(tp_plan="auto").eval()}
+    wanted = whole(**inputs).logits
+    for name, model in models.items():
+        off = (model(**inputs).logits - wanted).abs().max() / wanted.abs().max()
+        assert off < TOLERANCE[dtype], f"{name} is off by {off:.1e}"
+    return models | {"alone": whole, "together": whole}
 
 
-def rank_main(rank: int, folder: str, dtype: torch.dtype, seconds: float) -> None:
+def measure(models: dict[str, Any], rounds: int) -> None:
+    """Run on this rank, and print what rank 0 found."""
+    cases = {}
+    for name in NAMES:
+        model = models[name]
+        for tokens in PROMPTS:
+            cases[f"prefill of {tokens}", name] = partial(model, input_ids=prompt(tokens), use_cache=False)
+        cache = model(input_ids=prompt(CACHED), use_cache=True).past_key_values
+        cases["decode", name] = partial(decode, model, cache)
+    if dist.get_rank():
+        cases |= {key: lambda: None for key in cases if key[1] == "alone"}
+    times = take_turns(cases, rounds, lambda key: dist.barrier())
+    if dist.get_rank():
+        return
+    print_header("", *NAMES, "autoshard / tp_plan", "of ideal")
+    for kind in dict.fromkeys(kind for kind, _ in cases):
+        found = {name: [one / (STEPS if kind == "decode" else 1) for one in times[kind, name]] for name in NAMES}
+        ideal = ratio(found["together"], found["autoshard"]) / 2
+        cells = (f"{spread(found[name], 1e-3, 1)} ms" for name in NAMES)
+        print_row((kind, *cells, f"{ratio(found['autoshard'], found['tp_plan']):.2f}", f"{ideal:.0%}"))
+
+
+@torch.no_grad()
+def rank_main(rank: int, folder: str, dtype: str, rounds: int) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -110,44 +93,20 @@ def rank_main(rank: int, folder: str, dtype: torch.dtype, seconds: float) -> Non
         os.sched_setaffinity(0, {processors[rank % len(processors)]})
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    times = measure(build(folder, dtype), seconds)
-    if not rank:
-        report(times)
+    measure(build(folder, dtype), rounds)
     dist.destroy_process_group()
 
 
-def report(times: Times) -> None:
-    print("| | alone | together | tp_plan | autoshard | autoshard / tp_plan | of ideal |")
-    print("|---|---:|---:|---:|---:|---:|---:|")
-    for kind, found in times.items():
-        quartiles = [statistics.quantiles(found[name], n=4) for name in NAMES]
-        cells = " | ".join(f"{m * 1e3:.1f} ms ({a * 1e3:.1f} to {b * 1e3:.1f})" for a, m, b in quartiles)
-        # pairs of the same round: a slow moment of the machine hits both
-        against = statistics.median(a / b for a, b in zip(found["autoshard"], found["tp_plan"], strict=True))
-        ideal = statistics.median(b / 2 / a for a, b in zip(found["autoshard"], found["together"], strict=True))
-        print(f"| {kind} | {cells} | {against:.3f} | {ideal:.0%} |")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--seconds", type=float, default=40, help="per hidden size")
-    parser.add_argument("--hidden", type=int, nargs="*", default=list(LAYERS))
-    options = parser.parse_args()
-    dtype = getattr(torch, options.dtype)
+def main(dtype: str = "float32", rounds: int = 15, hidden: list[int] = list(LAYERS)) -> None:  # noqa: B006
     os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
-    for hidden_size in options.hidden:
-        layers = LAYERS.get(hidden_size, 1)
-        config = transformers.LlamaConfig(
-            vocab_size=4096, hidden_size=hidden_size, intermediate_size=hidden_size * 11 // 4,
-            num_hidden_layers=layers, num_attention_heads=hidden_size // 64, num_key_value_heads=hidden_size // 128,
-        )  # fmt: skip
-        print(f"hidden size {hidden_size:,}, {layers} layers, {options.dtype}", flush=True)
+    for size in hidden:
+        layers = LAYERS.get(size, 1)
+        print(f"hidden size {size:,}, {layers} layers, {dtype}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             transformers.set_seed(0)
-            transformers.AutoModelForCausalLM.from_config(config).to(dtype).save_pretrained(folder)
-            torch.multiprocessing.spawn(rank_main, (folder, dtype, options.seconds), nprocs=2)
+            decoder(size, layers, 4096, kv_heads=size // 128, dtype=getattr(torch, dtype)).save_pretrained(folder)
+            torch.multiprocessing.spawn(rank_main, (folder, dtype, rounds), nprocs=2)
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main, __doc__)

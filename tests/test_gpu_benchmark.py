@@ -1,6 +1,6 @@
 """What is to be run on a GPU runs on simulated devices, and finds what it should there."""
 
-import importlib.util
+import importlib
 import sys
 from pathlib import Path
 
@@ -8,16 +8,14 @@ import pytest
 
 import autoshard
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "gpu.py"
+FOLDER = Path(__file__).parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def gpu():
-    spec = importlib.util.spec_from_file_location("gpu_benchmark", PATH)
-    module = sys.modules["gpu_benchmark"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["gpu_benchmark"]
+    sys.path.insert(0, str(FOLDER))
+    yield importlib.import_module("gpu")
+    sys.path.remove(str(FOLDER))
 
 
 def rows_of(gpu, *parts):
