@@ -7,7 +7,6 @@ are of the level "invented" where that works. The level used and what stopped th
 
 import dataclasses
 import inspect
-import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -26,7 +25,7 @@ from autoshard.capture.inputs import Call, as_call, derive_inputs
 from autoshard.capture.material import valueless
 from autoshard.capture.observe import Observer
 from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
-from autoshard.capture.user_code import NOWHERE, calling_line, place
+from autoshard.capture.user_code import NOWHERE, calling_line, files_and_lines, place
 from autoshard.common.module_paths import find_scripted
 from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError, SpecError
@@ -256,8 +255,7 @@ def _refusal(run: Run, error: Exception) -> CaptureError:
 
 def _differentiates(error: Exception) -> bool:
     """Whether torch.autograd.grad or backward was called: a composite run has no gradients."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code.co_filename == torch.autograd.__file__ for frame, _ in frames)
+    return any(file == torch.autograd.__file__ for file, _ in files_and_lines(error))
 
 
 def _signature(model: nn.Module) -> str:

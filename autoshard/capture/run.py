@@ -28,8 +28,9 @@ from autoshard.capture.observe import Observer
 from autoshard.capture.record import Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
-from autoshard.capture.state import clear_frames, undisturbed
+from autoshard.capture.state import undisturbed
 from autoshard.capture.threads import watched_threads
+from autoshard.capture.user_code import drop_frames
 from autoshard.common.collector import no_collection
 from autoshard.common.fingerprint import fingerprint
 from autoshard.common.packed import stored_bytes
@@ -79,7 +80,7 @@ def record_run(run: Run, engine: ValueEngine, level: Level, *, decode: Decoding 
             run.call_log.let_go()
         recorder.refuse_elsewhere()
     except Exception as error:
-        clear_frames(error)
+        drop_frames(error)
         recorder.refuse_elsewhere()
         raise
     finally:

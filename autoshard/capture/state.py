@@ -11,7 +11,6 @@ is kept there, the capture is refused.
 import contextvars
 import functools
 import sys
-import traceback
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -194,18 +193,6 @@ def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
             return contextvars.copy_context().run(run)
     finally:
         state.put_back()
-
-
-def clear_frames(error: BaseException) -> None:
-    """Let go of what the functions that an error went through had."""
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        one = todo.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            todo += [one.__cause__, one.__context__]
 
 
 @functools.cache

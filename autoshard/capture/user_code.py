@@ -14,18 +14,38 @@ _PYTHON = str(pathlib.Path(inspect.__file__).parent / "concurrent")
 
 _CAPTURE = str(pathlib.Path(__file__).parent / "run.py")
 _SKIPPED = (_OWN, _TORCH, _PYTHON, "<")
+_LINES = "autoshard_lines"
 
 NOWHERE = "no line of the model's code: in its call, in backward or in torch itself"
 
 
+def drop_frames(error: BaseException) -> None:
+    """Note on an error, and on those it came of, which lines it went through; let go of what these functions had.
+
+    The lines are told in a note in place of the traceback. Clearing frames is not enough: a function with a closure
+    keeps what is in there, such as torch's own around the forward of a module that has hooks.
+    """
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and one.__traceback__ is not None:
+            lines = traceback.extract_tb(one.__traceback__)
+            setattr(one, _LINES, lines)
+            one.add_note("It came up at (most recent call last):\n" + "".join(lines.format()))
+            traceback.clear_frames(one.__traceback__)
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]
+
+
+def files_and_lines(error: BaseException) -> list[tuple[str, int]]:
+    """What an error went through, the innermost last, as noted by `drop_frames`."""
+    return [(line.filename, line.lineno or 0) for line in getattr(error, _LINES, ())]
+
+
 def place(error: BaseException) -> str:
-    """file:line of the innermost frame of an error that is neither torch's nor ours: the user's own code."""
-    where = NOWHERE
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if not file.startswith((_OWN, _TORCH, "<")):
-            where = f"{file}:{line}"
-    return where
+    """file:line of the innermost line of an error that is neither torch's nor ours: the user's own code."""
+    own = [f"{file}:{line}" for file, line in files_and_lines(error) if not file.startswith((_OWN, _TORCH, "<"))]
+    return own[-1] if own else NOWHERE
 
 
 def is_own(file: str) -> bool:

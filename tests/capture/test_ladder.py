@@ -115,6 +115,19 @@ def test_a_forward_that_differentiates():
         capture(Force(), torch.ones(2, 5), composite=True)
 
 
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_run_that_stops_in_a_module_with_hooks_keeps_none_of_its_tensors(failing):
+    """Torch calls the forward of such a module in a closure that has the arguments while there is a traceback."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(5, 4) if failing else Branches())
+    model[1].register_forward_hook(lambda module, args, output: output)
+    if not failing:
+        assert capture(model, torch.ones(2, 4)).level == "real"
+        return
+    with pytest.raises(CaptureError, match="shapes cannot be multiplied") as refused:
+        capture(model, torch.ones(2, 4))
+    assert any("in forward" in note for note in refused.value.__cause__.__notes__)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_scripts_are_refused():
     scripted = torch.jit.trace(nn.Linear(5, 5), torch.ones(2, 5))
