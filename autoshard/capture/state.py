@@ -10,6 +10,7 @@ is kept there, the capture is refused.
 
 import contextvars
 import functools
+import gc
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -124,6 +125,9 @@ class ModelState:
         return (value,)
 
     def _cache(self, item: Any) -> tuple:
+        """A cache that has tensors begins empty, so that all runs compute them, whatever the user ran before."""
+        if _have_tensors(gc.get_referents(item)):
+            item.cache_clear()
         self._caches.append((item, item.cache_info().misses))
         return ()
 
@@ -140,7 +144,8 @@ class ModelState:
                 names = _attributes_of(base)
                 self._classes.append((base, names))
                 found += names.values()
-                found += [one for one in vars(base).values() if isinstance(one, (FunctionType, _CACHE))]
+                methods = [getattr(one, "__func__", one) for one in vars(base).values()]  # of static and class methods
+                found += [one for one in methods if isinstance(one, (FunctionType, _CACHE))]
         return found
 
     # ---- after
@@ -206,6 +211,15 @@ def _own(item: Any) -> dict[str, Any] | None:
         return object.__getattribute__(item, "__dict__")
     except AttributeError:  # it has slots only
         return None
+
+
+def _have_tensors(items: Iterable[Any], depth: int = 3) -> bool:
+    """Whether there are tensors among what a cache has: its entries, perhaps in a dict, and tuples or lists of them."""
+    for item in items:
+        parts = item.values() if type(item) is dict else item if type(item) in (list, tuple) else ()
+        if isinstance(item, torch.Tensor) or (depth and _have_tensors(parts, depth - 1)):
+            return True
+    return False
 
 
 def _base(item: Any) -> Any:

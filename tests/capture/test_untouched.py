@@ -1,6 +1,7 @@
 """A capture leaves no trace, whatever the forward does and whether or not it fails."""
 
 import contextlib
+import functools
 import gc
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -164,6 +165,41 @@ def test_what_is_kept_outside_of_the_model_is_refused_with_its_maker():
     with pytest.raises(CaptureError, match=r"that aten.mul.Tensor made in the model was kept outside .* once before"):
         capture(KeepsOutside(), torch.randn(1 << 12, 1 << 11), level="fake")
     del contextlib.kept
+
+
+class CachesByShape(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=4)
+    def positions(length):
+        return torch.arange(length) / length
+
+    @classmethod
+    @functools.cache
+    def both(cls, length):
+        return cls.positions(length), torch.ones(length)
+
+    @staticmethod
+    @functools.cache
+    def registry():
+        return ["of the user's"]
+
+    def forward(self, x):
+        added, factor = self.both(x.shape[-1])
+        return self.layer(x * factor + added + self.positions(4)) if self.registry() else x
+
+
+def test_caches_have_no_tensors_at_the_beginning_of_any_run_and_at_its_end():
+    model, inputs = CachesByShape(), torch.randn(2, 4)
+    registry = model.registry()
+    cold = [op.target for op in capture(model, inputs).ops]
+    assert not model.positions.cache_info().currsize and not model.both.cache_info().currsize
+    expected = model(inputs)
+    assert [op.target for op in capture(model, inputs).ops] == cold and torch.ops.aten.arange.default in cold
+    assert torch.equal(model(inputs), expected) and model.registry() is registry
 
 
 class Threaded(nn.Module):
