@@ -18,10 +18,9 @@ from autoshard.axes.axis import (
     resolve,
     times,
 )
-from autoshard.axes.batch_rules import TABLE
 from autoshard.axes.contents import Contents, paired
 from autoshard.axes.given import literals, plain
-from autoshard.axes.rules import Axes, Seen
+from autoshard.axes.rules import Axes, Rule, Seen
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op
 
@@ -36,7 +35,7 @@ class _Axes(AxisWalk):
     `known`: indices of the present op, and whether they pick the same of every sample, whatever made them.
     """
 
-    table: Mapping[Any, Any] = field(default_factory=lambda: TABLE)
+    table: Mapping[Any, Rule] = field(default_factory=dict)
     contents: tuple[Contents, ...] = ()
     batch: Factor | None = None
     rows: tuple[int, int] = (0, 0)
@@ -80,14 +79,15 @@ class BatchAxes:
     """
 
     def __init__(
-        self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Axes], batch: Factor, rows: tuple[int, int]
-    ) -> None:
+        self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Axes], batch: Factor, rows: tuple[int, int],
+        table: Mapping[Any, Rule],
+    ) -> None:  # fmt: skip
         self.graph, self.other, self.batch = graph, other, batch
         self.rows, self.other_rows = rows
         self.counts = _counts(graph, other)
         self.cause: dict[int, int] = {}
         self.contents = Contents(graph, self.counts), Contents(other, self.counts)
-        self.walk = _Axes(graph, contents=self.contents, batch=batch, rows=rows)
+        self.walk = _Axes(graph, table=table, contents=self.contents, batch=batch, rows=rows)
         self.walk.axes.update(inputs)
         self.rigid = [batch]
         self._states: dict[int, State] = {}

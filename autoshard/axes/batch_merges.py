@@ -5,6 +5,7 @@
     x.mean()                        mean        every sample has as many elements: parts weighted by their samples
     cross_entropy(x, labels)        weighted    by how many labels of a part count
     0.1 * x.mean() + weight.norm()  mean        what is linear in it, and what depends on no sample, keeps it
+    first_loss + second_loss        each        means over other labels: no merge, but replicas have a loss each
     x.mean().sqrt()                 none        nothing is known
 
 A tensor has one merge for all its elements. This is the argument for losses in the list of what is sound; see `sound`.
@@ -31,13 +32,13 @@ from autoshard.torch_private import OpOverload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """How a tensor that several samples decide is made of those of parts.
+    """How a tensor that several samples decide is made of those of parts; "each": it is not, but is one of each replica.
 
-    `labels`: of a weighted one, the value that the loss compares with, and the number in it that does not count.
+    `labels`: of a weighted one, what is counted, as `counted_labels` says it.
     """
 
-    how: Literal["sum", "mean", "weighted"]
-    labels: tuple[int, int] = (-1, 0)
+    how: Literal["sum", "mean", "weighted", "each"]
+    labels: tuple[int, int, int] | None = None
 
 
 MEAN, SUM = 1, 2
@@ -84,9 +85,9 @@ class Merges:
             return self._over(op.inputs[0], arguments_of(op).get("dim"), mean=name == "mean")
         if name in LOSSES or name in CLASSES:
             return self._loss(op, given, name)
-        if len(merges) != 1 or None in merges:
+        if not merges or None in merges:
             return None
-        (merge,) = merges
+        merge = merges.pop() if len(merges) == 1 else Merged(how="each")
         shared = "shared" in given
         if name in ("add", "add_", "sub", "sub_"):
             return (
@@ -100,8 +101,9 @@ class Merges:
         return (read.is_floating_point and not made.is_floating_point) or (made is torch.bool and read is not made)
 
     def _adds_number(self, op: Op) -> bool:
+        """Whether more is added than the 0 with which a sum begins."""
         assert op.node is not None
-        return any(isinstance(item, (int, float)) for item in op.node.args[:2])
+        return any(isinstance(item, (int, float)) and item != 0 for item in op.node.args[:2])
 
     def _scaled(self, op: Op, given: Sequence[State], name: str) -> Merged | None:
         """A merged tensor times, or by, what depends on no sample; a sum by how many elements there are is a mean."""
@@ -132,7 +134,7 @@ class Merges:
         mine, other = (Fraction(number) for number in numbers if number is not None)
         return Merged(how="mean") if other / mine == Fraction(self.walk.other_rows, self.walk.rows) else None
 
-    def _per_label(self, op: Op) -> Merged | None:
+    def _per_label(self, op: Op) -> Merged:
         """A sum by how many labels count: `(labels != -100).sum()`, or `mask.bool().sum()`."""
         graph = self.walk.graph
         value, names = op.inputs[1], []
@@ -144,12 +146,16 @@ class Merges:
                 assert source.node is not None
                 ignored = source.node.args[1] if names[-1] == "ne" else 0
                 if names[-1] not in ("ne", "to", "_to_copy") or not isinstance(ignored, int):
-                    return None
+                    break
                 rest = set(names[:-1]) <= {"sum", "to", "_to_copy"} and names.count("sum") == 1
-                merge = Merged(how="weighted", labels=(source.inputs[0], ignored)) if rest else None
-                return merge if merge is not None and counted_labels(self.walk, merge) is not None else None
+                return self._weighted(source.inputs[0], ignored) if rest else Merged(how="each")
             value = source.inputs[0]
-        return None
+        return Merged(how="each")
+
+    def _weighted(self, target: int, ignored: int) -> Merged:
+        """A mean over the labels that count, where an input says how many those of a part are."""
+        labels = counted_labels(self.walk.graph, target, ignored)
+        return Merged(how="each") if labels is None else Merged(how="weighted", labels=labels)
 
     def _number(self, op: Op) -> float | int | None:
         """What an op divides by, if it says nothing else."""
@@ -181,30 +187,34 @@ class Merges:
             return None
         axes = [self.walk.axes(value) for value in op.inputs]
         shapes = [self.walk.graph.values[value].shape for value in op.inputs]
-        if name in CLASSES:
+        by_number = name in CLASSES and not self.walk.graph.values[op.inputs[1]].dtype.is_floating_point
+        if by_number:
             x, target = shapes[:2]
-            dtype = self.walk.graph.values[op.inputs[1]].dtype
-            if dtype.is_floating_point or len(given) > 2 or len(x) < 2 or target != (x[0], *x[2:]):
+            if len(x) < 2 or target != (x[0], *x[2:]):
                 return None
             axes[0], shapes[0] = (axes[0][0], *axes[0][2:]), target
+        if len(given) > 2:  # classes, or elements, weigh as no sample decides
+            if name not in CLASSES or "shared" not in given[2:]:
+                return None
+            del axes[2:], shapes[2:]
         made: list[Axes] = []
         mixed = self.walk.mixes(lambda: made.append(broadcast(self.walk.walk, axes, shapes)))
         if mixed or not any(covers(axis, self.walk.batch) for axis in made[0]):
             return None
-        if reduction == SUM or name in LOSSES:
+        if reduction == SUM or not by_number:
             return Merged(how="sum" if reduction == SUM else "mean")
-        return Merged(how="weighted", labels=(op.inputs[1], int(arguments.get("ignore_index", -100))))
+        if len(given) > 2:
+            return Merged(how="each")
+        return self._weighted(op.inputs[1], int(arguments.get("ignore_index", -100)))
 
 
-def counted_labels(walk: BatchAxes, merge: Merged) -> tuple[int, int, int] | None:
-    """(place in `graph.inputs`, number that does not count, how many of the first are left out) of a weighted merge.
+def counted_labels(graph: ModelGraph, target: int, ignored: int) -> tuple[int, int, int] | None:
+    """(place in `graph.inputs`, number that does not count, how many of the first are left out) of a loss.
 
-    The elements of what the loss compares with must be those of an input, each once, in any order, and numbers that do
-    not count; of the input, the first one of each row may be left out. Found by doing the views, paddings and casts in
-    between to numbers that all differ.
+    The elements of what it compares with, `target`, must be those of an input, each once, in any order, and numbers
+    that do not count; of the input, the first one of each row may be left out. Found by doing the views, paddings and
+    casts in between to numbers that all differ.
     """
-    graph = walk.graph
-    target, ignored = merge.labels
     chain = [target]
     while graph.values[chain[0]].op >= 0:
         op = graph.ops[graph.values[chain[0]].op]

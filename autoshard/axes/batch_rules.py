@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Cat, Factor, fresh, make_unshardable
+from autoshard.axes.axis import Axis, Cat, Factor, fresh, make_unshardable, reshape
 from autoshard.axes.reshaping import RESHAPES, constant
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
 from autoshard.plan.sharding import Product, parse_axis
@@ -85,6 +85,10 @@ def _cell(walk: Context, x: Seen, state: Any, *parameters: Any) -> list[Sequence
     return [(x.axes[0], None)] * len(walk.shapes)
 
 
+def _squeezed(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
+    return [tuple(reshape(x.axes, walk.shapes[0], walk.why))]
+
+
 def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: int = 1, *args: Any,
           **kwargs: Any) -> list[Axes] | None:  # fmt: skip
     """One loss per target; classes are dimension 1, or the only one."""
@@ -108,6 +112,8 @@ TABLE: Mapping[Any, Rule] = {
     aten.diagonal: _diagonal,
     aten.copy_: pointwise,
 }
+FOR_REPLICAS: Mapping[Any, Rule] = {**TABLE, aten.squeeze: _squeezed}
+"""Where each replica runs the model as it is: with one sample, code that squeezes its dimension does what it would do."""
 
 
 def axis_of(text: str, starred: Factor) -> Axis:

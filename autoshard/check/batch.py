@@ -69,12 +69,14 @@ def find_batch_axis(
 
 
 def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: AxisWalk) -> None:
-    """Follow the samples of the batch through every op, without comparing numbers. Raises `PlanError` as above.
+    """Follow the samples of the batch through every op, for replicas, without comparing numbers.
+
+    Raises `PlanError` as above.
 
     `walk`: over a forward with as many samples, which may be longer: where the batch may be is taken from it.
     """
     with own_random_numbers():
-        question = _question(model, inputs, workload, walk.graph, walk)
+        question = replace(_question(model, inputs, workload, walk.graph, walk), for_replicas=True)
         for batch in _guesses(question):
             try:
                 check_apart(question, batch)

@@ -13,7 +13,7 @@ from typing import Any
 
 from autoshard import nested
 from autoshard.axes.axis import Factor, describe
-from autoshard.axes.batch_merges import counted_labels
+from autoshard.axes.batch_rules import FOR_REPLICAS, TABLE
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
 from autoshard.axes.given import origin
@@ -106,7 +106,9 @@ class SampleRun:
         self._check_log(other_log, rows)
         factor = Factor(ROWS, rigid=True)
         begin = starts(self.paths, self.graph, batch, factor)
-        self.walk = BatchWalk(self.graph, self.other, begin, factor, (ROWS, rows))
+        self.walk = BatchWalk(
+            self.graph, self.other, begin, factor, (ROWS, rows), FOR_REPLICAS if question.for_replicas else TABLE
+        )
         self.switches: dict[int, bool] = {}
         self.guards: set[Guard] = set()
         self._follow()
@@ -368,12 +370,14 @@ class SampleRun:
                 continue
             known = walk.merges.known.get(value)
             assert known is not None
+            if known.how == "each":
+                if not self.question.for_replicas:
+                    what = "adds up means over labels of which a part of the batch has another share, or may have it"
+                    raise self.refuse(maker_of(graph, value), what)
+                continue
             merges[path] = BatchOutput(path=path, how=known.how)
-            if known.how == "weighted":
-                labels = counted_labels(walk, known)
-                if labels is None:
-                    raise self._mixed(value, "takes a mean over labels that are no input as it is given")
-                place, ignored, skipped = labels
+            if known.labels is not None:
+                place, ignored, skipped = known.labels
                 merges[path] = replace(merges[path], weights=self.paths[place], ignored=ignored, skipped=skipped)
         return Apart(axes=axes, merges=merges, shared=frozenset(shared), recorded=self.recorded)
 

@@ -19,6 +19,7 @@ class Question:
 
     `given`: the arguments as they are handed over; `paths`: for each tensor in them, where it is in `bound`, which are
     the arguments by the names of the forward's parameters.
+    `for_replicas`: each runs the model as it is with samples of its own, and outputs are not put together.
     """
 
     model: nn.Module
@@ -28,6 +29,7 @@ class Question:
     graph: ModelGraph
     walk: AxisWalk
     workload: Workload
+    for_replicas: bool = False
 
     def call(self, bound: Mapping[str, Any]) -> Call:
         """Arguments as they are given to the model."""

@@ -1,0 +1,80 @@
+"""Losses that are a replica's own, as code for many GPUs has them, but are not put together of those of parts."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from autoshard.check.batch import find_batch_axis
+from autoshard.errors import PlanError
+from autoshard.plan.workload import Workload
+from autoshard.search.traced import trace, why_undivided
+
+CLASSES, SAMPLES, TOKENS = 6, 4, 5
+WORK = Workload(mode="training")
+
+
+class Net(nn.Module):
+    """Classes of tokens; `loss`: of their logits and of two labels per token."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.embed, self.head, self.loss = nn.Embedding(CLASSES, 8), nn.Linear(8, CLASSES), loss
+        self.register_buffer("share", torch.rand(CLASSES))
+
+    def forward(self, ids, labels, others):
+        logits = self.head(self.embed(ids))
+        return self.loss(self, logits, labels, others)
+
+
+def entropy(logits, labels, **options):
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+OWN = {
+    "two labels": lambda net, x, a, b: entropy(x, a) + 0.3 * entropy(x.flip(-1), b),
+    "mean of two": lambda net, x, a, b: torch.stack([entropy(x, a), entropy(x, b)]).mean(),
+    "bounded labels": lambda net, x, a, b: entropy(x, a.clamp(0, CLASSES), ignore_index=CLASSES),
+    "size of logits": lambda net, x, a, b: entropy(x, a) + 0.1 * x.logsumexp(-1).square().mean(),
+    "classes weigh": lambda net, x, a, b: entropy(x, a, weight=net.share),
+    "samples weigh": lambda net, x, a, b: (entropy(x, a, reduction="none") * b.flatten()).sum() / b.sum(),
+    "squeezed": lambda net, x, a, b: F.mse_loss(x.mean((1, 2)).unsqueeze(1).squeeze(), a[:, 0].float()),
+}
+PUT_TOGETHER = {
+    "from nought": lambda net, x, a, b: sum(entropy(x[:, i : i + 1], a[:, i : i + 1], reduction="sum") for i in (0, 1)),
+    "the same labels": lambda net, x, a, b: entropy(x, a) + entropy(x.flip(-1), a.view(-1, TOKENS)),
+    "shares of classes": lambda net, x, a, b: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).softmax(-1)),
+}
+MIXED = {
+    "a product of means": lambda net, x, a, b: entropy(x, a) * x.square().mean(),
+    "of all samples": lambda net, x, a, b: entropy(x - x.max(), a),
+    "contrast": lambda net, x, a, b: F.cross_entropy(x.mean(1) @ x.mean(1).T, torch.arange(len(x))),
+}
+
+
+def reasons(loss):
+    """Why replicas can't have their own samples, and why the batch can't be divided in one process."""
+    ids = torch.randint(0, CLASSES, (SAMPLES, TOKENS))
+    inputs, net = {"ids": ids, "labels": ids.clone(), "others": ids.clone()}, Net(loss)
+    try:
+        find_batch_axis(net, inputs, WORK)
+        alone = ""
+    except PlanError as error:
+        alone = str(error)
+    return why_undivided(trace(net, inputs, WORK)), alone
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_replica_has_a_loss_of_its_own(name):
+    replicas, alone = reasons(OWN[name])
+    assert not replicas and "can't be divided" in alone
+
+
+@pytest.mark.parametrize("name", PUT_TOGETHER)
+def test_losses_that_are_put_together(name):
+    assert reasons(PUT_TOGETHER[name]) == ("", "")
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_samples_that_are_mixed(name):
+    assert all("can't be divided" in why for why in reasons(MIXED[name]))
