@@ -32,7 +32,7 @@ from autoshard.torch_private import OpOverload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """How a tensor that several samples decide is made of those of parts; "each": it is not, but is one of each replica.
+    """How a tensor that several samples decide is made of those of parts; "each": it is not, each replica has its own.
 
     `labels`: of a weighted one, what is counted, as `counted_labels` says it.
     """

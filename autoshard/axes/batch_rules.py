@@ -113,7 +113,7 @@ TABLE: Mapping[Any, Rule] = {
     aten.copy_: pointwise,
 }
 FOR_REPLICAS: Mapping[Any, Rule] = {**TABLE, aten.squeeze: _squeezed}
-"""Where each replica runs the model as it is: with one sample, code that squeezes its dimension does what it would do."""
+"""Where each replica runs the model as it is: of one sample, too, code may squeeze the dimension, as it always does."""
 
 
 def axis_of(text: str, starred: Factor) -> Axis:

@@ -16,7 +16,7 @@ import torch
 
 from autoshard.axes.axis import Axis, Cat, Factor, factors_of, local_size, make_unshardable, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
-from autoshard.axes.batch_merges import Merges
+from autoshard.axes.batch_merges import CLASSES, LOSSES, Merges
 from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED, TABLE
 from autoshard.axes.contents import has_constant_bound, part_dim
 from autoshard.axes.given import arguments_of, is_where_alone, plain
@@ -60,6 +60,8 @@ class BatchWalk(BatchAxes):
             states = self._ruled(op, given)
             if self._is_sized(op) and any(state != "shared" for state in given):
                 self.sized.append(op.index)
+        losses = {value for value in op.inputs if self._is_loss(value)}
+        before = [self.cause[value] for value in op.inputs if value in self.cause and value not in losses]
         self.merges.step(op, given, states)
         self._parts.update(value for value in op.outputs if self._is_view_of(value, op, self._parts))
         if not self._parts.isdisjoint(op.mutates):
@@ -68,13 +70,16 @@ class BatchWalk(BatchAxes):
             if value not in op.outputs:
                 self._write(op, value, "mixed" if any(state != "shared" for state in given) else "shared")
         for value, state in zip(op.outputs, states, strict=True):
-            if state == "mixed" and value not in self.cause:
-                before = [self.cause[one] for one in op.inputs if one in self.cause]
+            if state == "mixed" and (value not in self.cause or value in losses):
                 self.cause[value] = before[0] if before else op.index
             if value in op.mutates:
                 self._write(op, value, state)
             else:
                 self._enter(value, state)
+
+    def _is_loss(self, value: int) -> bool:
+        """Whether a value is a mean over losses, which are put together: what is done to it then is the cause."""
+        return value in self.merges.known and name_of(self.graph.ops[self.cause[value]]) in LOSSES | CLASSES
 
     def _ruled(self, op: Op, given: Sequence[State]) -> list[State]:
         """The states of what an op makes, by the rule of its axes."""

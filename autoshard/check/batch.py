@@ -31,6 +31,9 @@ from autoshard.plan.workload import Workload
 from autoshard.runtime.chunks import bind, plain_arguments, shapes_of
 from autoshard.runtime.flags import flags_of
 
+FOR_EACH = (
+    "If each replica shall do that with its own samples, as with DDP, assume_independent_rows=True plans it unchecked"
+)
 WHOLE = 'Use strategy="balanced", which divides no batch.'
 
 
@@ -82,7 +85,8 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Ax
                 check_apart(question, batch)
                 return
             except (Mixed, NotRun) as error:
-                raise PlanError(f"the batch of {type(model).__name__} can't be divided: {error}.") from None
+                said = str(error).replace(INDEPENDENT, FOR_EACH)
+                raise PlanError(f"the batch of {type(model).__name__} can't be divided: {said}.") from None
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: no input has a dimension for it.")
 
 
