@@ -1,11 +1,13 @@
 """What the commands share: two consoles, progress on a terminal, errors turned into exit statuses."""
 
 import contextlib
-import functools
+import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import fields, is_dataclass
+from inspect import Parameter
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -20,8 +22,6 @@ IMPOSSIBLE = 1
 """Exit status: the request makes sense and can't be met."""
 WRONG_USAGE = 2
 """Exit status: the request makes no sense."""
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def output() -> "Console":
@@ -38,13 +38,19 @@ def errors() -> "Console":
     return Console(stderr=True, highlight=False)
 
 
-def reports_errors(command: Command) -> Command:
-    """Turn what autoshard raises into its message on stderr and an exit status."""
+def command(run: Callable[..., None]) -> Callable[..., None]:
+    """Make a function a command: what autoshard raises becomes its message on stderr and an exit status.
 
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> Any:
+    A parameter that is a dataclass (`options.py`) stands for an option per field.
+    """
+    wanted = inspect.signature(run).parameters.values()
+    groups = {one.name: one.annotation for one in wanted if is_dataclass(one.annotation)}
+
+    def started(**given: Any) -> None:
         try:
-            return command(*args, **kwargs)
+            for name, kind in groups.items():
+                given[name] = kind(**{field.name: given.pop(field.name) for field in fields(kind)})
+            run(**given)
         except KeyboardInterrupt:
             raise typer.Exit(INTERRUPTED) from None
         except AutoshardError as error:
@@ -53,7 +59,20 @@ def reports_errors(command: Command) -> Command:
             console.print(str(error), markup=False, style=None, soft_wrap=not console.is_terminal)
             raise typer.Exit(WRONG_USAGE if isinstance(error, SpecError) else IMPOSSIBLE) from None
 
-    return run  # type: ignore[return-value]
+    started.__doc__ = run.__doc__
+    typed = [option for one in wanted for option in _options(one)]
+    started.__signature__ = inspect.Signature(typed)  # type: ignore[attr-defined]
+    return started
+
+
+def _options(parameter: Parameter) -> list[Parameter]:
+    """The parameters by which typer knows one of a command, by name only."""
+    if not is_dataclass(parameter.annotation):
+        return [parameter.replace(kind=Parameter.KEYWORD_ONLY)]
+    return [
+        Parameter(one.name, Parameter.KEYWORD_ONLY, default=one.default, annotation=one.type)
+        for one in fields(parameter.annotation)
+    ]
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ from typing import Annotated
 
 import typer
 
-from autoshard.cli.console import IMPOSSIBLE, output, print_json, reports_errors, step
+from autoshard.cli.console import IMPOSSIBLE, command, output, print_json, step
 
 
-@reports_errors
+@command
 def doctor_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a list.")] = False,
 ) -> None:
@@ -27,7 +27,7 @@ def doctor_command(
         raise typer.Exit(IMPOSSIBLE)
 
 
-@reports_errors
+@command
 def run_command(
     script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="The Python file to run.", show_default=False)],
     arguments: Annotated[

@@ -11,21 +11,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from autoshard.cli import options as o
-from autoshard.cli.console import IMPOSSIBLE, errors, output, print_json, reports_errors, step
+from autoshard.cli.console import IMPOSSIBLE, command, errors, output, print_json, step
 from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.opening import Opened, make_largest, make_plan, open_plan, read_plan
 from autoshard.cli.reporting import compare_command, explain_command, report_command, trace_command
-from autoshard.cli.steps import (
-    asked_settings,
-    capturing,
-    changed_workload,
-    check_before,
-    check_same_model,
-    devices_of,
-    load,
-    profile_of,
-    workload_of,
-)
+from autoshard.cli.steps import capturing, check_same_model, devices_of, load, load_to_run, profile_of
+from autoshard.common.files import check_writable
 from autoshard.common.start import end_quietly, leave
 from autoshard.errors import PlanError, SpecError
 
@@ -56,44 +47,24 @@ def main(
 
 
 @app.command("plan")
-@reports_errors
+@command
 def plan_command(
     target: o.TargetName,
     devices: o.Devices = "auto",
-    strategy: o.Strategy = "auto",
-    objective: o.Objective = "latency",
-    batch: o.Batch = None,
-    seq: o.Seq = None,
-    new_tokens: o.NewTokens = None,
-    train: o.Train = False,
-    optimizer: o.Optimizer = None,
-    max_memory: o.MaxMemory = None,
-    pin: o.Pin = None,
-    micro_batches: o.MicroBatches = None,
-    schedule: o.Schedule = None,
-    assume_independent_rows: o.Assume = False,
-    max_batch: o.MaxBatch = False,
-    max_seq: o.MaxSeq = False,
-    launch: o.Launch = None,
-    mesh: o.Mesh = None,
-    micro_batch: o.MicroBatch = None,
-    recompute: o.Recompute = None,
-    precision: o.Precision = "auto",
-    dtype: o.Dtype = "auto",
-    compiled: o.Compile = None,
+    *,
+    planning: o.Planning,
+    asked: o.Asked,
+    recipe: o.Recipe,
+    max_batch: Annotated[bool, typer.Option("--max-batch", help="Plan the largest batch that fits.")] = False,
+    max_seq: Annotated[bool, typer.Option("--max-seq", help="Plan the longest sequence that fits.")] = False,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
     as_json: o.Json = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    settings = asked_settings(
-        strategy, objective, max_memory, pin, micro_batches, schedule, assume_independent_rows, out=out
-    )
+    settings, wishes, workload = planning.settings(out), recipe.wishes(), asked.workload()
     if max_batch and max_seq:
         raise SpecError("--max-batch and --max-seq can't be asked for at once. Fix one of them with --batch or --seq.")
     cluster = devices_of(devices, settings["max_memory"])
-    workload = workload_of(batch, seq, new_tokens, train, optimizer)
-    wishes = {"launch": launch, "mesh": mesh, "micro_batch": micro_batch, "recompute": recompute}
-    wishes |= {"precision": precision, "dtype": dtype, "compiled": compiled}
     if max_batch or max_seq:
         vary = "batch_size" if max_batch else "sequence_length"
         opened = make_largest(target, workload, cluster, vary, settings, wishes)
@@ -107,14 +78,11 @@ def plan_command(
 
 
 @app.command("profile")
-@reports_errors
+@command
 def profile_command(
     target: o.TargetName,
-    batch: o.Batch = None,
-    seq: o.Seq = None,
-    new_tokens: o.NewTokens = None,
-    train: o.Train = False,
-    optimizer: o.Optimizer = None,
+    *,
+    asked: o.Asked,
     depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree to show.")] = 3,
     axes: Annotated[bool, typer.Option("--axes", help="Show what can be cut over devices, and what can't.")] = False,
     as_json: o.Json = False,
@@ -123,7 +91,7 @@ def profile_command(
     from autoshard.report.document import profile_document
     from autoshard.report.terminal import print_profile
 
-    loaded = load(target, workload_of(batch, seq, new_tokens, train, optimizer))
+    loaded = load(target, asked.workload())
     if axes:
         _show_axes(loaded, as_json)
         return
@@ -135,70 +103,56 @@ def profile_command(
 
 
 @app.command("estimate")
-@reports_errors
+@command
 def estimate_command(
     plan_file: o.PlanFile,
     target: o.OfPlan = None,
     devices: Annotated[
         str | None, typer.Option("--devices", "-d", metavar="SPEC", help="Default: the devices of the plan.")
     ] = None,
-    batch: o.Batch = None,
-    seq: o.Seq = None,
-    new_tokens: o.NewTokens = None,
-    train: o.Train = False,
-    optimizer: o.Optimizer = None,
+    *,
+    asked: o.Asked,
     as_json: o.Json = False,
 ) -> None:
     """Say what a plan, or a device_map, costs for TARGET: the plan's own workload unless another is given."""
-    opened = open_plan(
-        plan_file, target, devices, lambda known: changed_workload(known, batch, seq, new_tokens, train, optimizer)
-    )
+    opened = open_plan(plan_file, target, devices, asked.changed)
     if not _show_plan(opened, as_json):
         raise typer.Exit(IMPOSSIBLE)
 
 
 @app.command("verify")
-@reports_errors
+@command
 def verify_command(
     target: o.TargetName,
     plan_file: Annotated[
         str | None, typer.Option("--plan", metavar="FILE", help="The plan to verify; without it one is made.")
     ] = None,
     devices: o.Devices = "auto",
-    strategy: o.Strategy = "auto",
-    objective: o.Objective = "latency",
-    batch: o.Batch = None,
-    seq: o.Seq = None,
-    new_tokens: o.NewTokens = None,
-    train: o.Train = False,
-    optimizer: o.Optimizer = None,
-    max_memory: o.MaxMemory = None,
-    pin: o.Pin = None,
-    micro_batches: o.MicroBatches = None,
-    schedule: o.Schedule = None,
-    assume_independent_rows: o.Assume = False,
+    *,
+    planning: o.Planning,
+    asked: o.Asked,
     as_json: o.Json = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
     from autoshard.api import verify
-    from autoshard.cli.verifying import build
     from autoshard.report.verification import print_verification, verification_document
     from autoshard.search.planning import plan_measured
 
-    settings = asked_settings(strategy, objective, max_memory, pin, micro_batches, schedule, assume_independent_rows)
-    workload = workload_of(batch, seq, new_tokens, train, optimizer)
+    settings, workload = planning.settings(), asked.workload()
     plan = read_plan(plan_file) if plan_file is not None else None
     if plan is not None and workload.assumed:
         workload = plan.workload
     cluster = None if plan is not None else devices_of(devices, settings["max_memory"])
-    loaded = build(lambda with_weights: load(target, workload, with_weights=with_weights))
+    loaded = load_to_run(target, workload)
     profile = profile_of(loaded)
     if plan is not None:
         check_same_model(plan, profile, plan_file or "")
     elif cluster is not None:
         plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     with step("running the model whole and split"):
-        found = verify(loaded.model, plan, inputs=loaded.inputs, training=train or None, new_tokens=new_tokens)
+        found = verify(
+            loaded.model, plan, inputs=loaded.inputs, training=asked.train or None, new_tokens=asked.new_tokens
+        )
     if as_json:
         print_json(verification_document(found, title=loaded.title))
     else:
@@ -208,7 +162,7 @@ def verify_command(
 
 
 @app.command("devices")
-@reports_errors
+@command
 def devices_command(
     spec: Annotated[str, typer.Argument(metavar="SPEC", help="As --devices of plan.", show_default=True)] = "auto",
     calibrate: Annotated[
@@ -237,7 +191,8 @@ def devices_command(
         else:
             print_hardware(output())
         return
-    check_before(out)
+    if out is not None:
+        check_writable(out)
     cluster = devices_of(spec, {})
     if calibrate:
         with step("measuring"):

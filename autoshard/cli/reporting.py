@@ -8,19 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from autoshard.cli import options as o
-from autoshard.cli.console import errors, output, print_json, reports_errors, step
+from autoshard.cli.console import command, errors, output, print_json, step
 from autoshard.cli.opening import Opened, choose, is_plan, make_plan, open_plan
-from autoshard.cli.steps import (
-    asked_settings,
-    changed_workload,
-    check_before,
-    devices_of,
-    load,
-    profile_of,
-    workload_of,
-)
+from autoshard.cli.steps import devices_of, load, load_to_run, profile_of
 from autoshard.cli.target import UserCodeError
-from autoshard.common.files import write_whole
+from autoshard.common.files import check_writable, write_whole
 from autoshard.errors import CaptureError, PlanError, SpecError
 
 if TYPE_CHECKING:
@@ -36,18 +28,13 @@ MOST_TRACED = 100_000
 """Events of a trace."""
 
 
-@reports_errors
+@command
 def compare_command(
     target: o.TargetName,
     devices: o.Devices = "auto",
-    objective: o.Objective = "latency",
-    batch: o.Batch = None,
-    seq: o.Seq = None,
-    new_tokens: o.NewTokens = None,
-    train: o.Train = False,
-    optimizer: o.Optimizer = None,
-    max_memory: o.MaxMemory = None,
-    assume_independent_rows: o.Assume = False,
+    *,
+    comparing: o.Comparing,
+    asked: o.Asked,
     as_json: o.Json = False,
 ) -> None:
     """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
@@ -56,20 +43,17 @@ def compare_command(
     from autoshard.search.comparing import compare_all
     from autoshard.search.request import Request
 
-    settings = asked_settings("auto", objective, max_memory, assume_independent_rows=assume_independent_rows)
+    settings, workload = comparing.settings(), asked.workload()
     cluster = devices_of(devices, settings["max_memory"])
-    workload = workload_of(batch, seq, new_tokens, train, optimizer)
     loaded = load(target, workload)
-    chosen = choose(loaded, workload, cluster, settings)
+    chosen = choose(loaded, workload, cluster, {"strategy": "auto", **settings})
     with step("planning with every strategy"):
         if chosen is not None:
             found = compare_processes(chosen, cluster)
         else:
-            del settings["strategy"]
+            profile = profile_of(loaded)
             found = compare_all(
-                Request(
-                    model=loaded.model, inputs=loaded.inputs, profile=profile_of(loaded), cluster=cluster, **settings
-                )
+                Request(model=loaded.model, inputs=loaded.inputs, profile=profile, cluster=cluster, **settings)
             )
     if as_json:
         print_json(comparison_document(found, title=loaded.title))
@@ -77,7 +61,7 @@ def compare_command(
         print_comparison(output(), found, title=loaded.title)
 
 
-@reports_errors
+@command
 def explain_command(
     plan_file: o.PlanFile,
     subject: Annotated[
@@ -107,25 +91,16 @@ def explain_command(
         print_explanation(output(), found)
 
 
-@reports_errors
+@command
 def report_command(
     first: Annotated[
         str, typer.Argument(metavar="TARGET|PLAN", help="What to plan, or a plan file followed by TARGET.")
     ],
     second: o.OfPlan = None,
     devices: o.Devices = "auto",
-    strategy: o.Strategy = "auto",
-    objective: o.Objective = "latency",
-    batch: o.Batch = None,
-    seq: o.Seq = None,
-    new_tokens: o.NewTokens = None,
-    train: o.Train = False,
-    optimizer: o.Optimizer = None,
-    max_memory: o.MaxMemory = None,
-    pin: o.Pin = None,
-    micro_batches: o.MicroBatches = None,
-    schedule: o.Schedule = None,
-    assume_independent_rows: o.Assume = False,
+    *,
+    planning: o.Planning,
+    asked: o.Asked,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
     what_if: Annotated[
         bool,
@@ -138,17 +113,12 @@ def report_command(
     """Write a plan as one HTML page: devices, timeline, model tree, transfers, reasons, assumptions."""
     from autoshard.report.page import make_page
 
-    settings = asked_settings(
-        strategy, objective, max_memory, pin, micro_batches, schedule, assume_independent_rows, out=out
-    )
+    settings = planning.settings(out)
     if second is not None or is_plan(first):
         spec = None if devices == "auto" else devices
-        opened = open_plan(
-            first, second, spec, lambda known: changed_workload(known, batch, seq, new_tokens, train, optimizer)
-        )
+        opened = open_plan(first, second, spec, asked.changed)
     else:
-        workload = workload_of(batch, seq, new_tokens, train, optimizer)
-        opened = make_plan(first, workload, devices_of(devices, settings["max_memory"]), settings)
+        opened = make_plan(first, asked.workload(), devices_of(devices, settings["max_memory"]), settings)
     study = opened.study(sizes=what_if)
     estimate = opened.estimate() if study is None else study.estimate
     others = _alternatives(opened) if compare and study is None else ()
@@ -206,7 +176,7 @@ def _cells(opened: Opened, text: str, estimate: "Estimate") -> "tuple[Cell, ...]
         return tuple(cells(plan, estimate, recorded, opened.cluster, sizes, record, plan_anew))
 
 
-@reports_errors
+@command
 def trace_command(
     plan_file: o.PlanFile,
     target: o.OfPlan = None,
@@ -219,7 +189,7 @@ def trace_command(
     from autoshard.report.page.lanes import events_of
     from autoshard.report.trace import trace_document
 
-    check_before(out)
+    check_writable(out)
     opened = open_plan(plan_file, target, memory_known=False)
     if measure and opened.plan.launch:
         raise SpecError("--measure runs a plan in this process, and this one is for one process per device.")
@@ -233,10 +203,9 @@ def trace_command(
 
 def _measured(text: str, opened: Opened) -> "tuple[Event, ...]":
     """Run the model with its weights on the devices of the plan. Raises what applying the plan raises."""
-    from autoshard.cli.verifying import build
     from autoshard.verify.measured import measure_pass
 
-    real = build(lambda with_weights: load(text, opened.loaded.workload, with_weights=with_weights))
+    real = load_to_run(text, opened.loaded.workload)
     with step("running the model"):
         return measure_pass(real.model, real.inputs, real.workload, opened.plan)
 

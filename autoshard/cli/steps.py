@@ -1,15 +1,13 @@
-"""Steps that several commands take: options to a workload and devices, TARGET to a model, the model to a profile."""
+"""Steps that several commands take: options to devices, TARGET to a model, the model to a profile."""
 
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from autoshard.cli.console import step
-from autoshard.common.files import check_writable
-from autoshard.errors import CaptureError, PlanError, SpecError
-from autoshard.plan.choices import check_choices, strategy_named
+from autoshard.common.sizes import format_bytes
+from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.placement import check_known_in
 from autoshard.plan.workload import Workload
 
@@ -17,78 +15,10 @@ if TYPE_CHECKING:
     from autoshard.cli.target import Target
     from autoshard.cluster.cluster import Cluster
     from autoshard.plan import Plan
-    from autoshard.plan.choices import Optimizer
     from autoshard.profile.profile import Profile
 
-
-def check_before(
-    out: Path | None, strategy: str = "auto", objective: str = "latency", schedule: str | None = None
-) -> None:
-    """Raise `SpecError`, before the long work, for names that do not exist and a file that can't be written."""
-    check_choices(strategy=strategy, objective=objective, schedule=schedule)
-    if out is not None:
-        check_writable(out)
-
-
-def asked_settings(
-    strategy: str, objective: str, max_memory: list[str] | None, pin: list[str] | None = None,
-    num_microbatches: int | None = None, schedule: str | None = None, assume_independent_rows: bool = False,
-    *, out: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
-    """What options say about planning, checked before the long work, as `plan_measured` and `chosen_for` take it."""
-    strategy = strategy_named(strategy)
-    check_before(out, strategy, objective, schedule)
-    return {
-        "strategy": strategy, "objective": objective, "max_memory": pairs(max_memory, "--max-memory", "cuda:0=20GiB"),
-        "pins": pairs(pin, "--pin", "model.layers.0=cuda:0"), "num_microbatches": num_microbatches,
-        "schedule": schedule, "assume_independent_rows": assume_independent_rows,
-    }  # fmt: skip
-
-
-def workload_of(
-    batch: int | None, seq: int | None, new_tokens: int | None, train: bool, optimizer: str | None
-) -> Workload:
-    """The workload that options describe; without any it is an assumed one."""
-    if optimizer is not None and not train:
-        raise SpecError("--optimizer is read with --train only. Add --train, or leave it out.")
-    return Workload(
-        batch_size=batch,
-        sequence_length=seq,
-        new_tokens=new_tokens or 0,
-        mode="training" if train else "inference",
-        optimizer=cast("Optimizer", optimizer or "adamw"),
-        assumed=batch is None and seq is None and new_tokens is None and not train,
-    )
-
-
-def changed_workload(
-    known: Workload, batch: int | None, seq: int | None, new_tokens: int | None, train: bool, optimizer: str | None
-) -> Workload:  # fmt: skip
-    """The workload of a plan with what options change of it: what they leave out stays as it was planned."""
-    asked = workload_of(batch, seq, new_tokens, train, optimizer)
-    if asked.assumed:
-        return known
-    return Workload(
-        batch_size=batch or known.batch_size,
-        sequence_length=seq or known.sequence_length,
-        new_tokens=known.new_tokens if new_tokens is None and not train else asked.new_tokens,
-        mode="training" if train or (known.training and new_tokens is None) else "inference",
-        optimizer=asked.optimizer if optimizer is not None else known.optimizer,
-        dtype=known.dtype,
-    )
-
-
-def pairs(texts: list[str] | None, option: str, example: str) -> dict[str, str]:
-    """["cuda:0=20GiB,cpu=60GiB"] -> {"cuda:0": "20GiB", "cpu": "60GiB"}."""
-    found: dict[str, str] = {}
-    for part in (part for text in texts or () for part in text.split(",")):
-        name, equals, value = part.rpartition("=")
-        if not equals or not value.strip():
-            raise SpecError(f"{option} {part!r} makes no sense. Write {option} {example}.")
-        if name.strip() in found:
-            raise SpecError(f"{option} names {name.strip()!r} twice.")
-        found[name.strip()] = value.strip()
-    return found
+COPIES = 3
+"""The original, the split copy and their activations are in memory at once where a model is verified."""
 
 
 def devices_of(spec: str, limits: dict[str, str]) -> "Cluster":
@@ -104,6 +34,21 @@ def load(target: str, workload: Workload, *, with_weights: bool = False) -> "Tar
 
     with step("building the model" if with_weights else "building the model without its weights"):
         return load_target(target, workload, with_weights=with_weights)
+
+
+def load_to_run(target: str, workload: Workload) -> "Target":
+    """Build what TARGET names with its weights. Raises `PlanError` where this machine can't run it whole and split."""
+    from autoshard.cluster.detect import free_host_bytes
+    from autoshard.integrations.skeleton import has_weights, parameter_bytes
+
+    skeleton = load(target, workload)
+    needed, free = COPIES * parameter_bytes(skeleton.model), free_host_bytes()
+    if needed > free:
+        raise PlanError(
+            f"verifying runs the model whole and split, which takes about {format_bytes(needed)} of memory; "
+            f"{format_bytes(free)} are free. Verify a smaller configuration of the same architecture."
+        )
+    return skeleton if has_weights(skeleton.model) else load(target, workload, with_weights=True)
 
 
 def profile_of(target: "Target") -> "Profile":

@@ -17,7 +17,8 @@ from torch import nn
 from autoshard.errors import AutoshardError, SpecError
 from autoshard.plan.workload import Workload
 
-TRACEBACK_LINES = 12
+MOST_CALLS = 4
+"""Of a traceback."""
 _OWN = str(Path(__file__).parents[1]) + os.sep
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]*\w").fullmatch
 SHAPE_ARGUMENTS = ("batch_size", "sequence_length")
@@ -201,26 +202,14 @@ def _call(path: Path, what: str, run: Callable[[], Any]) -> Any:
 
 
 def _own_traceback(error: BaseException, path: Path) -> str:
-    """The traceback from the user's file on, without the frames that led there; the innermost lines if it is long."""
-    shown = traceback.TracebackException.from_exception(error, limit=None)
-    frames = list(shown.stack)
-    own = [i for i, frame in enumerate(frames) if os.path.abspath(frame.filename) == os.path.abspath(path)]
-    # From the first frame of the file; of what it called only the innermost, and nothing of ours.
-    frames = [frame for frame in frames[own[0] :] if not frame.filename.startswith(_OWN)] if own else []
-    if len(frames) > 4:
-        frames = [*frames[:2], *frames[-2:]]
-    kind = type(error).__name__
-    message = " ".join(str(error).split()) or "(no message)"
-    if isinstance(error, SystemExit):
-        message = f"exit status {error.code}"
-    lines = [f"{kind}: {message[:600]}"]
-    if isinstance(error, SyntaxError):
-        lines.append(f"  at {error.filename}, line {error.lineno}")
-    for frame in frames:
-        lines.append(f"  at {frame.filename}, line {frame.lineno}, in {frame.name}")
-        if frame.line:
-            lines.append(f"      {frame.line}")
-    return "\n".join(lines[:TRACEBACK_LINES])
+    """What was raised, and the calls from the user's file on, without ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [i for i, one in enumerate(frames) if os.path.abspath(one.filename) == os.path.abspath(path)]
+    frames = [one for one in frames[own[0] :] if not one.filename.startswith(_OWN)] if own else []
+    if len(frames) > MOST_CALLS:  # the outermost and the innermost tell most
+        frames = [*frames[: MOST_CALLS // 2], *frames[-MOST_CALLS // 2 :]]
+    raised = "".join(traceback.format_exception_only(error)).strip()
+    return f"{raised}\n{''.join(traceback.format_list(frames))}".rstrip()
 
 
 def _last_line(error: UserCodeError) -> str:

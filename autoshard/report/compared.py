@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table
+from autoshard.report.layout import INDENT, Cell, Column, numbers, print_section, print_sentences, print_table
 from autoshard.search.best import AS_GOOD
 from autoshard.strategies.compare import Alternative, Comparison, devices_used
 
@@ -29,17 +29,20 @@ def print_comparison(console: Console, found: Comparison, *, title: str) -> None
     print_sentences(console, "Not possible", refused)
 
 
-STRATEGY_TITLES = ("Devices", "Fullest", "One pass", "Busiest", "Moved")
+def strategy_columns() -> list[Column]:
+    """What a row says of a strategy."""
+    return [Column(title="Strategy", flexible=True), *numbers("Devices", "Fullest", "One pass", "Busiest", "Moved")]
 
 
-def strategy_cells(one: Alternative) -> list[str | Text]:
-    """What stands under `STRATEGY_TITLES`."""
+def strategy_cells(one: Alternative) -> list[Cell]:
+    """A row of a table of strategies."""
     if one.plan is None or one.estimate is None:
-        return [Text("not possible", style="bright_black"), "", "", "", ""]
+        return [one.name, Text("not possible", style="bright_black"), "", "", "", ""]
     estimate = one.estimate
     fullest = estimate.fullest
     share = f"{fullest.peak_bytes / max(fullest.memory_bytes, 1):.0%}"
     return [
+        one.name,
         str(devices_used(one)),
         Text(share, style="" if estimate.fits else "bold red"),
         format_seconds(estimate.latency_seconds),
@@ -49,12 +52,12 @@ def strategy_cells(one: Alternative) -> list[str | Text]:
 
 
 def _print_rows(console: Console, rows: Sequence[Alternative], found: Comparison) -> None:
-    titles = [Column(title=title, right=True) for title in STRATEGY_TITLES]
     cells = []
     for one in rows:
         name = Text(one.name, style="bold" if one is found.chosen else "")
-        cells.append([name if one.usable else name.append("  torchrun", style="bright_black"), *strategy_cells(one)])
-    print_table(console, [Column(title="Strategy", flexible=True), *titles], cells)
+        name = name if one.usable else name.append("  torchrun", style="bright_black")
+        cells.append([name, *strategy_cells(one)[1:]])
+    print_table(console, strategy_columns(), cells)
 
 
 def _why(found: Comparison) -> list[str]:

@@ -10,10 +10,19 @@ from rich.text import Text
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Host
 from autoshard.cluster.hardware import hardware_table
-from autoshard.cluster.links import cards_of
+from autoshard.cluster.links import cards_of, table_row
 from autoshard.cluster.network import speed_text
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.report.layout import INDENT, Column, format_number, print_section, print_sentences, print_table
+from autoshard.report.layout import (
+    INDENT,
+    Column,
+    Table,
+    format_number,
+    numbers,
+    print_section,
+    print_sentences,
+    print_table,
+)
 from autoshard.report.words import runs
 
 FEW = 8
@@ -22,13 +31,25 @@ FEW = 8
 
 def print_devices(console: Console, cluster: Cluster) -> None:
     """Print devices with their rates, the links between them, and what the figures rest on."""
+    table = device_table(cluster)
+    print_table(console, table.columns, table.rows)
+    if len({device.host for device in cluster.devices}) > 1:
+        _print_hosts(console, cluster)
+    if len(cluster.devices) > 1:
+        print_section(console, "Links")
+        print_table(console, [replace(column, title="") for column in LINKS], link_rows(cluster), INDENT)
+    print_sentences(console, "Notes", cluster.notes)
+
+
+def device_table(cluster: Cluster, *, sources: bool = False) -> Table:
+    """Return devices with their rates, those that are alike in one row; `sources`: where the rates are from."""
     hosts = len({device.host for device in cluster.devices}) > 1
     columns = [
         Column(title="Device", style="bold"),
         Column(title="Hardware", flexible=True),
-        *(Column(title=name, right=True) for name in ("Memory", "bf16 TFLOP/s", "fp32", "Memory GB/s")),
+        *numbers("Memory", "bf16 TFLOP/s", "fp32", "Memory GB/s"),
         *([Column(title="Machine")] if hosts else []),
-        Column(style="bright_black"),
+        Column(title="Source" if sources else "", style="bright_black"),
     ]
     rows = []
     for alike in _folded(cluster.devices):
@@ -42,14 +63,16 @@ def print_devices(console: Console, cluster: Cluster) -> None:
             format_number(device.flops("float32") / 1e12),
             format_number(device.bytes_per_second / 1e9),
             *([host] if hosts else []),
-            "measured" if device.measured else "",
+            "measured" if device.measured else _source(device) if sources else "",
         ])  # fmt: skip
-    print_table(console, columns, rows)
-    if hosts:
-        _print_hosts(console, cluster)
-    if len(cluster.devices) > 1:
-        _print_links(console, cluster)
-    print_sentences(console, "Notes", cluster.notes)
+    return Table(label="Devices and their rates", columns=columns, rows=rows)
+
+
+def _source(device: Device) -> str:
+    """Where the rates of a device were read."""
+    row = table_row(device.kind)
+    unverified = ", ".join(row.unverified).replace("_", " ")
+    return f"{row.source} (not verified: {unverified})" if unverified else row.source
 
 
 def _folded(devices: Sequence[Device]) -> list[list[Device]]:
@@ -67,7 +90,7 @@ def print_hardware(console: Console) -> None:
     """Print the hardware table with what is not verified marked."""
     columns = [
         Column(title="Name", style="bold"),
-        *(Column(title=name, right=True) for name in ("Usable", "bf16", "fp16", "fp32", "GB/s")),
+        *numbers("Usable", "bf16", "fp16", "fp32", "GB/s"),
         Column(title="Between cards, GB/s", flexible=True),
     ]
     rows = []
@@ -99,10 +122,7 @@ def _print_hosts(console: Console, cluster: Cluster) -> None:
     print_table(console, [Column(), Column(right=True), Column(flexible=True)], rows, INDENT)
 
 
-def _print_links(console: Console, cluster: Cluster) -> None:
-    print_section(console, "Links")
-    columns = [Column(right=True), Column(right=True), Column(style="bright_black", flexible=True)]
-    print_table(console, columns, link_rows(cluster), INDENT)
+LINKS = (*numbers("Link", "Latency"), Column(title="Between", style="bright_black", flexible=True))
 
 
 def link_rows(cluster: Cluster) -> list[list[str]]:

@@ -26,9 +26,25 @@ class Column:
     flexible: bool = False
 
 
-def print_table(
-    console: Console, columns: Sequence[Column], rows: Sequence[Sequence["str | Text"]], indent: str = ""
-) -> None:
+Cell = str | Text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """A table that the page has. `label`: what it is called there; `chosen`: first cell of the row that is marked."""
+
+    label: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    chosen: str = ""
+
+
+def numbers(*titles: str) -> list[Column]:
+    """Columns whose cells stand to the right."""
+    return [Column(title=title, right=True) for title in titles]
+
+
+def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], indent: str = "") -> None:
     """Print rows under grey titles; no titles, no title line."""
     texts = [
         [cell if isinstance(cell, Text) else Text(cell, style=columns[i].style) for i, cell in enumerate(row)]
@@ -55,7 +71,7 @@ def print_table(
         console.print(text, soft_wrap=True)
 
 
-def table_width(columns: Sequence[Column], rows: Sequence[Sequence["str | Text"]]) -> int:
+def table_width(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> int:
     """Return how wide a table is if nothing in it is cut."""
     lines = [[column.title for column in columns], *rows]
     cells = [[cell.cell_len if isinstance(cell, Text) else cell_len(cell) for cell in line] for line in lines]

@@ -6,7 +6,7 @@ from rich.text import Text
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
-from autoshard.report.layout import INDENT, Column, print_left_off, print_section, print_table
+from autoshard.report.layout import INDENT, Cell, Column, Table, numbers, print_left_off, print_section, print_table
 from autoshard.report.words import fold_paths
 
 MEANING = {
@@ -27,7 +27,7 @@ def print_mesh(console: Console, plan: Plan) -> None:
     assert plan.mesh is not None
     degrees = {name: degree for name, degree in plan.mesh.degrees.items() if degree > 1}
     print_section(console, "Mesh", ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device")
-    rows: list[list[str | Text]] = [[name, str(degree), MEANING[name]] for name, degree in degrees.items()]
+    rows: list[list[Cell]] = [[name, str(degree), MEANING[name]] for name, degree in degrees.items()]
     if plan.launch and plan.workload.training:
         rows.append(["micro-batch", str(plan.micro_batch), f"samples, {plan.num_microbatches} of them per step"])
         rows += [["recompute", plan.recompute, ""], ["precision", plan.precision, ""]]
@@ -41,15 +41,23 @@ def print_mesh(console: Console, plan: Plan) -> None:
 
 
 def print_stages(console: Console, plan: Plan, estimate: Estimate) -> None:
-    """Print the stages of a pipeline, with seconds and bytes of one micro-batch where each was priced by itself."""
+    """Print the stages of a pipeline."""
+    said = "and their first ranks" if estimate.pipelining is None else "seconds and bytes of one micro-batch"
+    print_section(console, "Stages", said)
+    table = stage_table(plan, estimate)
+    print_table(console, table.columns, table.rows[:MOST_STAGES])
+    print_left_off(console, len(plan.stages) - MOST_STAGES, "stages", "--json lists all")
+
+
+def stage_table(plan: Plan, estimate: Estimate) -> Table:
+    """Return the stages of a pipeline, with seconds and bytes of one micro-batch where each was priced by itself."""
     priced = estimate.pipelining.stages if estimate.pipelining is not None else ()
     training = any(stage.backward_seconds for stage in priced)
     titles = ("Forward", "Backward", "Keeps", "In flight") if training else ("Forward",) if priced else ()
-    print_section(console, "Stages", "seconds and bytes of one micro-batch" if priced else "and their first ranks")
-    rows: list[list[str | Text]] = []
-    for index, stage in enumerate(plan.stages[:MOST_STAGES]):
-        device = priced[index].device if priced else plan.placements[stage.paths[0]] if stage.paths else ""
-        row: list[str | Text] = [str(index), device, fold_paths(stage.paths)]
+    rows: list[list[Cell]] = []
+    for index, stage in enumerate(plan.stages):
+        device = priced[index].device if priced else plan.placements.get(stage.paths[0], "") if stage.paths else ""
+        row: list[Cell] = [str(index), device, fold_paths(stage.paths)]
         if priced:
             one = priced[index]
             cells = [format_seconds(one.forward_seconds), format_seconds(one.backward_seconds)]
@@ -57,9 +65,9 @@ def print_stages(console: Console, plan: Plan, estimate: Estimate) -> None:
             row += cells[: len(titles)]
         rows.append(row)
     columns = [Column(title="Stage", right=True), Column(title="Device", style="bold")]
-    columns += [Column(title="Modules", flexible=True), *(Column(title=title, right=True) for title in titles)]
-    print_table(console, columns, rows)
-    print_left_off(console, len(plan.stages) - MOST_STAGES, "stages", "--json lists all")
+    columns += [Column(title="Modules", flexible=True), *numbers(*titles)]
+    label = "Stages" if plan.mesh is not None and plan.mesh.pp > 1 else "Modules that are gathered as one"
+    return Table(label=label, columns=columns, rows=rows)
 
 
 def ranks_label(rank: RankEstimate, plan: Plan) -> str:
@@ -77,15 +85,14 @@ def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
     if len(estimate.ranks) < 2:
         return
     print_section(console, "Ranks", "seconds of kernels, of waiting for communication, and idle")
-    rows: list[list[str | Text]] = [
+    rows: list[list[Cell]] = [
         [
             ranks_label(rank, plan), format_bytes(rank.peak_bytes), format_seconds(rank.compute_seconds),
             format_seconds(rank.exposed_seconds), format_seconds(rank.idle_seconds),
         ]
         for rank in estimate.ranks[:MOST_RANKS]
     ]  # fmt: skip
-    titles = ("Peak", "Kernels", "Waits", "Idle")
-    print_table(console, [Column(flexible=True), *(Column(title=title, right=True) for title in titles)], rows, INDENT)
+    print_table(console, [Column(flexible=True), *numbers("Peak", "Kernels", "Waits", "Idle")], rows, INDENT)
     print_left_off(console, len(estimate.ranks) - MOST_RANKS, "classes of ranks", "--json lists all")
 
 
@@ -96,7 +103,7 @@ def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
     totals = [sum(moment.bytes.values()) for moment in estimate.curve]
     over = "a step" if plan.workload.training else "an answer"
     print_section(console, f"Memory over {over}", "of tensors on the fullest rank")
-    rows: list[list[str | Text]] = []
+    rows: list[list[Cell]] = []
     for moment, total in zip(estimate.curve, totals, strict=True):
         largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:2]
         width = round(CURVE_WIDTH * total / max(totals))

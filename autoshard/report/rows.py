@@ -4,20 +4,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from autoshard.capture.graph import TensorInfo
+from autoshard.cluster.parse import cluster_of
 from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Transfer
-from autoshard.plan import Plan
-from autoshard.profile.measure import live_bytes
+from autoshard.engine.pricer import price
+from autoshard.plan import Plan, PlanDevice
 from autoshard.profile.profile import ModuleProfile, Profile
+from autoshard.report.layout import Column, Table, numbers
 from autoshard.report.words import fold, runs
 
 WHOLE = "(whole model)"
+SCATTERED = 24
+"""Rows of modules above which those of a class in one place are told together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedRow:
-    """`count` neighbouring entries of a plan that differ in one number: `path` then holds a range, "layers.0-7"."""
+    """`count` entries of a plan, `path` holds ranges of them, "layers.0-7"; `device`: also where it is kept."""
 
     path: str
     count: int
@@ -53,37 +57,14 @@ class TransferRow:
     seconds: float
     largest: str
 
-    @property
-    def cells(self) -> list[str]:
-        """What stands under `TRANSFER_TITLES`."""
-        where = [self.source, self.destination, str(self.count), format_bytes(self.nbytes)]
-        return [*where, format_seconds(self.seconds), f"{'backward: ' if self.backward else ''}{self.largest}"]
-
-
-TRANSFER_TITLES = ("From", "To", "Tensors", "Bytes", "Time", "Largest")
-
 
 def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
     """Return the placements in the model's order, runs of equal numbered blocks on one device folded into one row.
 
     layers.0: cuda:0, layers.1: cuda:0, layers.2: cuda:1   ->   layers.0-1 (2 x) cuda:0, layers.2 cuda:1
+
+    Where that leaves many rows (experts of some layers, say), all of a class in one place are one.
     """
-
-    def follows(last: PlacedRow, row: PlacedRow) -> bool:
-        same = (last.device, last.class_name) == (row.device, row.class_name)
-        return same and counts_up(last.path, row.path) >= 0
-
-    return [
-        replace(
-            run[0], path=", ".join(fold([row.path for row in run])), count=len(run),
-            nbytes=sum(row.nbytes for row in run),
-        )
-        for run in runs(entry_rows(plan, profile), follows)
-    ]  # fmt: skip
-
-
-def entry_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
-    """Return one row per entry of the placements, in the model's order."""
     modules = {module.path: module for module in profile.modules}
     tensors = {tensor.name: tensor for tensor in profile.graph.tensors}
     order = {module.path: i for i, module in enumerate(profile.modules)}
@@ -95,9 +76,29 @@ def entry_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
         else:
             tensor = tensors.get(path)
             nbytes, class_name = (tensor.nbytes, tensor.kind) if tensor else (0, "")
-        device = plan.placements[path]
+        more = (
+            " (pinned)" if path in plan.pins else f", kept on {plan.offloaded[path]}" if path in plan.offloaded else ""
+        )
+        device = f"{plan.placements[path]}{more}"
         rows.append(PlacedRow(path=path or WHOLE, count=1, class_name=class_name, device=device, nbytes=nbytes))
-    return rows
+
+    def follows(last: PlacedRow, row: PlacedRow) -> bool:
+        same = (last.device, last.class_name) == (row.device, row.class_name)
+        return same and counts_up(last.path, row.path) >= 0
+
+    found = runs(rows, follows)
+    if len(found) > SCATTERED:
+        groups: dict[tuple[str, str], list[PlacedRow]] = {}
+        for row in rows:
+            groups.setdefault((row.class_name, row.device), []).append(row)
+        found = list(groups.values())
+    return [
+        replace(
+            run[0], path=", ".join(fold([row.path for row in run])), count=len(run),
+            nbytes=sum(row.nbytes for row in run),
+        )
+        for run in found
+    ]  # fmt: skip
 
 
 def counts_up(before: str, after: str) -> int:
@@ -212,6 +213,19 @@ def transfer_rows(transfers: Sequence[Transfer]) -> list[TransferRow]:
     ]
 
 
+def transfer_table(rows: Sequence[TransferRow]) -> Table:
+    """Return what goes from device to device per pass."""
+    columns = [Column(title="From"), Column(title="To"), *numbers("Tensors", "Bytes", "Time")]
+    cells = [
+        [
+            row.source, row.destination, str(row.count), format_bytes(row.nbytes), format_seconds(row.seconds),
+            f"{'backward: ' if row.backward else ''}{row.largest}",
+        ] for row in rows
+    ]  # fmt: skip
+    columns.append(Column(title="Largest", style="bright_black", flexible=True))
+    return Table(label="Transfers by link", columns=columns, rows=cells)
+
+
 def _route(transfer: Transfer) -> str:
     """ "a.b.c -> a.b.d" with what both share said once: "a.b: c -> d"."""
     producer, consumer = transfer.producer or "(model)", transfer.consumer or "(model)"
@@ -228,18 +242,9 @@ def _route(transfer: Transfer) -> str:
 
 def peak_parts(profile: Profile) -> dict[str, int]:
     """Return what a model on one device holds at its fullest moment; the parts add up to the profile's peak."""
-    graph, live = profile.graph, live_bytes(profile.graph)
-    parts = {"weights": profile.parameter_bytes + profile.buffer_bytes, "optimizer state": profile.optimizer_bytes}
-    parts |= {"gradients": 0, "cache": 0}
-    if profile.peak_bytes > sum(parts.values()) + int(live.max()):  # at the optimizer's step
-        parts["gradients"] = profile.gradient_bytes
-    else:
-        kinds = {graph.values[value].storage: "cache" for value in graph.state}
-        kinds |= {graph.values[value].storage: "gradients" for _, value in graph.gradients}
-        for storage, born, died in graph.lives():
-            if storage.index in kinds and born <= int(live.argmax()) < died:
-                parts[kinds[storage.index]] += storage.nbytes
-    return {**parts, "activations": profile.peak_bytes - sum(parts.values())}
+    alone = Plan.from_device_map({"": "cpu"}, profile)
+    cluster = cluster_of([PlanDevice(name="cpu", memory_bytes=profile.peak_bytes or 1)])
+    return price(alone, profile, cluster, lower_bound_seconds=0.0).devices[0].parts
 
 
 def device_runs(devices: Sequence[DeviceEstimate]) -> list[tuple[DeviceEstimate, str]]:

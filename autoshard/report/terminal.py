@@ -18,6 +18,7 @@ from autoshard.report.layout import (
     format_flops,
     format_number,
     is_unicode,
+    numbers,
     print_items,
     print_left_off,
     print_section,
@@ -27,7 +28,6 @@ from autoshard.report.layout import (
 )
 from autoshard.report.ranks import print_curve, print_mesh, print_ranks, print_stages
 from autoshard.report.rows import (
-    TRANSFER_TITLES,
     cut_bar,
     device_runs,
     flat,
@@ -35,9 +35,10 @@ from autoshard.report.rows import (
     peak_parts,
     tied_modules,
     transfer_rows,
+    transfer_table,
 )
 from autoshard.report.summary import count_parameters, time_rows, used_devices
-from autoshard.report.where import print_cuts, print_offloaded, print_placements
+from autoshard.report.where import print_cuts, print_placements
 
 MARKS = {
     "weights": ("blue", "█", "#"),
@@ -75,10 +76,8 @@ def print_plan(
             print_stages(console, plan, estimate)
     if plan.cuts and not plan.launch:
         print_cuts(console, plan, profile)
-    elif plan.offloaded:
-        print_offloaded(console, plan, profile, estimate.streaming)
     elif plan.mesh is None:
-        print_placements(console, plan, profile)
+        print_placements(console, plan, profile, estimate.streaming)
     print_section(console, "Predicted")
     rows: list[list[str | Text]] = [[*row] for row in time_rows(plan, estimate, profile)]
     for row in rows:
@@ -101,8 +100,7 @@ def print_profile(
     columns = [
         Column(title="Module", flexible=True),
         Column(title="Class", style="bright_black", flexible=True),
-        *(Column(title=name, right=True) for name in ("Weights", "Saved" if training else "Peak", "GFLOP")),
-        *([Column(title="Cache", right=True)] if profile.cache_bytes else []),
+        *numbers("Weights", "Saved" if training else "Peak", "GFLOP", *(["Cache"] if profile.cache_bytes else [])),
     ]
     table: list[list[str | Text]] = []
     for level_of, row in rows[:MOST_ROWS]:
@@ -160,7 +158,7 @@ def _print_bars(console: Console, estimate: Estimate, kinds: "dict[str, str]") -
         Column(title="Device", style="bold"),
         *([Column(title="Hardware", flexible=True)] if named else []),
         Column(title="Memory"),
-        *(Column(title=name, right=True) for name in ("Peak", "of", "Free", "Compute")),
+        *numbers("Peak", "of", "Free", "Compute"),
     ]
     shown = device_runs(estimate.devices)
     rows: list[list[str | Text]] = [
@@ -213,10 +211,8 @@ def _print_transfers(console: Console, estimate: Estimate) -> None:
     print_section(console, "Transfers", f"{tensors}, {format_bytes(nbytes)}, {seconds} per {per}")
     slowest = sorted(rows, key=lambda row: -row.seconds)[:MOST_TRANSFERS]
     shown = [row for row in rows if row in slowest]
-    *titles, largest = TRANSFER_TITLES
-    columns = [Column(title=title, right=i > 1) for i, title in enumerate(titles)]
-    columns.append(Column(title=largest, style="bright_black", flexible=True))
-    print_table(console, columns, [row.cells for row in shown])
+    table = transfer_table(shown)
+    print_table(console, table.columns, table.rows)
     print_left_off(console, len(rows) - len(shown), "pairs of devices", "the slowest are shown, --json lists all")
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.common.sizes import format_bytes
-from autoshard.report.layout import INDENT, Column, print_section, print_sentences, print_table
+from autoshard.report.layout import INDENT, Column, numbers, print_section, print_sentences, print_table
 from autoshard.verify import Verification
 
 VERSION = 1
@@ -27,10 +27,6 @@ def print_verification(console: Console, found: Verification, *, title: str = ""
         print_section(console, "First difference", str(found.first_difference))
     if found.peaks:
         print_section(console, "Memory")
-        columns = [
-            Column(title="Device"),
-            *(Column(title=name, right=True) for name in ("Predicted", "Measured", "Off by")),
-        ]
         rows = []
         for peak in found.peaks:
             predicted, off = "-", "-"
@@ -39,7 +35,7 @@ def print_verification(console: Console, found: Verification, *, title: str = ""
                 if peak.measured_bytes:
                     off = f"{100 * (peak.predicted_bytes / peak.measured_bytes - 1):+.2f} %"
             rows.append([peak.name, predicted, format_bytes(peak.measured_bytes), off])
-        print_table(console, columns, rows, INDENT)
+        print_table(console, [Column(title="Device"), *numbers("Predicted", "Measured", "Off by")], rows, INDENT)
     print_sentences(console, "Notes", found.notes)
 
 

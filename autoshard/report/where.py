@@ -9,23 +9,19 @@ from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import Column, print_left_off, print_section, print_table
-from autoshard.report.rows import PlacedRow, entry_rows, placed_rows, tied_modules
-from autoshard.report.words import after, fold, fold_paths, is_part, members, print_item
+from autoshard.report.rows import placed_rows, tied_modules
+from autoshard.report.words import after, fold_paths, is_part, members, print_item
 
 MOST_ROWS = 48
-SCATTERED = 24
-"""Rows of modules above which those of a kind on one device are told together: experts of some layers, say."""
-MOST_GROUPS = 24
 MOST_WHOLE = 16
 
 
-def print_placements(console: Console, plan: Plan, profile: Profile) -> None:
-    """Print which modules are on which device, runs of equal blocks in one row."""
-    print_section(console, "Modules")
-    rows, tied, pinned = placed_rows(plan, profile), tied_modules(profile), set(plan.pins)
-    if len(rows) > SCATTERED and not pinned:
-        _print_groups(console, entry_rows(plan, profile), plan)
-        return
+def print_placements(console: Console, plan: Plan, profile: Profile, streaming: Streaming | None) -> None:
+    """Print which modules are on which device, and where those are kept that are brought to it for each call."""
+    each = "token" if plan.workload.new_tokens > 1 else "pass"
+    brought = f", {format_bytes(streaming.nbytes)} brought per {each}" if streaming else ""
+    print_section(console, "Modules", f"{len(plan.offloaded)} of them offloaded{brought}" if plan.offloaded else "")
+    rows, tied = placed_rows(plan, profile), tied_modules(profile)
     columns = [
         Column(title="Module", flexible=True),
         Column(right=True),
@@ -35,36 +31,10 @@ def print_placements(console: Console, plan: Plan, profile: Profile) -> None:
     ]
     table = []
     for row in rows[:MOST_ROWS]:
-        device = f"{row.device} (pinned)" if row.path in pinned else row.device
         weights = "tied" if row.path in tied and not row.nbytes else format_bytes(row.nbytes) if row.nbytes else "-"
-        table.append([row.path, f"{row.count} x" if row.count > 1 else "", row.class_name, weights, device])
+        table.append([row.path, f"{row.count} x" if row.count > 1 else "", row.class_name, weights, row.device])
     print_table(console, columns, table)
     print_left_off(console, len(rows) - MOST_ROWS, "rows", "--json and -o list all")
-
-
-def print_offloaded(console: Console, plan: Plan, profile: Profile, streaming: Streaming | None) -> None:
-    """Print what stays on its device, then what is kept elsewhere, equal neighbours as ranges."""
-    rows = entry_rows(plan, profile)
-    print_section(console, "Stays")
-    _print_groups(console, [row for row in rows if row.path not in plan.offloaded], plan)
-    each = "token" if plan.workload.new_tokens > 1 else "pass"
-    nbytes = f", {format_bytes(streaming.nbytes)} brought per {each}" if streaming else ""
-    print_section(console, "Offloaded", f"{len(plan.offloaded)} modules{nbytes}")
-    _print_groups(console, [row for row in rows if row.path in plan.offloaded], plan)
-
-
-def _print_groups(console: Console, rows: list[PlacedRow], plan: Plan) -> None:
-    """Print where modules are, those of a class on one device together."""
-    groups: dict[tuple[str, str, str], list[PlacedRow]] = {}
-    for row in rows:
-        groups.setdefault((row.class_name, plan.offloaded.get(row.path, ""), row.device), []).append(row)
-    for (class_name, store, device), group in [*groups.items()][:MOST_GROUPS]:
-        count = f"{len(group)} x " if len(group) > 1 else ""
-        where = f"kept on {store}, brought to {device}" if store else f"on {device}"
-        size = format_bytes(sum(row.nbytes for row in group))
-        paths = [path.replace(",", ", ") for path in fold([row.path for row in group])]  # long ranges can be wrapped
-        print_item(console, ", ".join(paths), f"{count}{class_name}, {size} {where}")
-    print_left_off(console, len(groups) - MOST_GROUPS, "groups", "--json and -o list all")
 
 
 def print_cuts(console: Console, plan: Plan, profile: Profile) -> None:

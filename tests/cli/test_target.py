@@ -109,7 +109,7 @@ def test_a_file_that_raises_shows_its_own_traceback(tmp_path):
     [
         ("import nothing_of_this_name", "", "ModuleNotFoundError"),
         ("def model(:\n    pass", "", "line 3"),
-        ("raise SystemExit(3)", "", "exit status 3"),
+        ("raise SystemExit(3)", "", "SystemExit: 3"),
         ("def model(size):\n    return nn.Linear(size, size)", "", "TypeError"),
         ("def recurse():\n    recurse()\nrecurse()", "", "RecursionError"),
         ("model = nn.Linear(1, 1)\ndef example_inputs():\n    raise KeyError('no data')", "", r"inputs\(\).*no data"),

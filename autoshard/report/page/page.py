@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -12,15 +11,22 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Estimate, RankEstimate, level
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.report.compared import STRATEGY_TITLES, strategy_cells
-from autoshard.report.devices import link_rows
-from autoshard.report.layout import format_number
+from autoshard.report.compared import strategy_cells, strategy_columns
+from autoshard.report.devices import LINKS, device_table, link_rows
+from autoshard.report.layout import Column, Table, format_number, numbers
 from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
 from autoshard.report.page.lanes import events_of, timeline_data
 from autoshard.report.page.places import Places, places_of
-from autoshard.report.page.sources import efficiency, formulas, hardware_rows
-from autoshard.report.ranks import ranks_label
-from autoshard.report.rows import TRANSFER_TITLES, TransferRow, device_runs, module_tree, tied_modules, transfer_rows
+from autoshard.report.page.sources import efficiency, formulas
+from autoshard.report.ranks import ranks_label, stage_table
+from autoshard.report.rows import (
+    TransferRow,
+    device_runs,
+    module_tree,
+    tied_modules,
+    transfer_rows,
+    transfer_table,
+)
 from autoshard.report.summary import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.sizes import Cell
@@ -33,17 +39,6 @@ if TYPE_CHECKING:
 MOST_LANES = 16
 OUTSIDE = "context, allocator"
 """What is taken of a device beside tensors: it is there all the time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """A table of the page. `numbers`: columns that stand to the right; `chosen`: first cell of the marked row."""
-
-    label: str
-    heads: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-    numbers: tuple[int, ...] = ()
-    chosen: str = ""
 
 
 def make_page(
@@ -77,7 +72,7 @@ def make_page(
         spent=[_spent(rank, plan, estimate) for rank in _evenly(ranks, MOST_LANES)],
         spent_colours=SPENT,
         token_parts=Table(
-            label="A further token", heads=("Cause", "Time"), numbers=(1,),
+            label="A further token", columns=[Column(title="Cause"), *numbers("Time")],
             rows=[(name, format_seconds(seconds)) for name, seconds in estimate.token_parts.items()],
         ),
         drawn=drawn,
@@ -85,7 +80,7 @@ def make_page(
         cut=bool(plan.cuts) and not plan.launch,
         placed=plan.mesh is None or plan.mesh.pp > 1,
         device_colours=device_colours(cluster.names),
-        stages=_stages(plan),
+        stages=stage_table(plan, estimate),
         transfers=_transfers(estimate),
         changes=[] if study is None else [as_sentence(change) for change in study.changes],
         grids=_grids(cells, unit_of(plan.workload)) if len(cells) > 1 else [],
@@ -93,11 +88,8 @@ def make_page(
         alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan),
         why=[as_sentence(reason) for reason in dict.fromkeys(reasons) if reason != start],
         efficiency=efficiency(plan), formulas=formulas(plan), notes=list(dict.fromkeys(every)),
-        hardware=Table(
-            label="Hardware figures", heads=("Hardware", "Devices", "Compute", "Memory", "Launch", "Source"),
-            rows=hardware_rows(cluster),
-        ),
-        links=Table(label="Links", heads=("Link", "Latency", "Between"), rows=link_rows(cluster)),
+        hardware=device_table(cluster, sources=True),
+        links=Table(label="Links", columns=LINKS, rows=link_rows(cluster)),
         plan_json=plan.to_json(),
         data=_embedded({"timeline": timeline, "kinds": KINDS}),
         style=_page_file("page.css"), script=_page_file("page.js"),
@@ -234,13 +226,6 @@ def _spent(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, Any]
 # ---- tables
 
 
-def _stages(plan: Plan) -> Table:
-    staged = plan.mesh is not None and plan.mesh.pp > 1
-    rows = [(str(number), ", ".join(stage.paths)) for number, stage in enumerate(plan.stages)]
-    label = "Stages" if staged else "Modules that are gathered as one"
-    return Table(label=label, heads=("Stage" if staged else "Group", "Modules"), rows=rows)
-
-
 def _transfers(estimate: Estimate) -> Table:
     """What moves per pass: tensors by pair of devices, and offloaded parameters."""
     links = estimate.streaming.links if estimate.streaming is not None else ()
@@ -250,8 +235,7 @@ def _transfers(estimate: Estimate) -> Table:
             seconds=link.seconds, largest=f"parameters of {link.modules} offloaded modules",
         ) for link in links
     ]  # fmt: skip
-    rows = [row.cells for row in (*transfer_rows(estimate.transfers), *brought)]
-    return Table(label="Transfers by link", heads=TRANSFER_TITLES, rows=rows, numbers=(2, 3, 4))
+    return transfer_table([*transfer_rows(estimate.transfers), *brought])
 
 
 def _grids(cells: Sequence[Cell], unit: str) -> list[Table]:
@@ -260,15 +244,16 @@ def _grids(cells: Sequence[Cell], unit: str) -> list[Table]:
     found = []
     for tokens in lengths:
         own = [cell for cell in cells if cell.tokens == tokens]
-        columns = sorted({(cell.card, cell.devices) for cell in own})
+        places = sorted({(cell.card, cell.devices) for cell in own})
         rows = []
         for batch in sorted({cell.batch for cell in own}):
             at = {(cell.card, cell.devices): cell for cell in own if cell.batch == batch}
-            rows.append([str(batch or "as recorded"), *(_cell(at.get(column), unit) for column in columns)])
-        heads = [f"{n} x {card}" if card else f"{n} device{'s' if n > 1 else ''}" for card, n in columns]
+            rows.append([str(batch or "as recorded"), *(_cell(at.get(place), unit) for place in places)])
+        heads = [f"{n} x {card}" if card else f"{n} device{'s' if n > 1 else ''}" for card, n in places]
         label = f"{tokens} tokens per sequence: batch by devices" if tokens else "Batch by devices"
         chosen = next((str(cell.batch or "as recorded") for cell in own if cell.own), "")
-        found.append(Table(label=label, heads=("Batch", *heads), rows=rows, chosen=chosen))
+        columns = [Column(title=head) for head in ("Batch", *heads)]
+        found.append(Table(label=label, columns=columns, rows=rows, chosen=chosen))
     return found
 
 
@@ -299,10 +284,11 @@ def _meshes(study: Study) -> Table:
         ]
         for row in study.rows
     ]  # fmt: skip
-    heads = ("Mesh", "Recipe", "Time", "Tokens/s", "Fullest device", "Beside this plan")
+    columns = [Column(title="Mesh"), Column(title="Recipe"), *numbers("Time", "Tokens/s", "Fullest device")]
+    columns.append(Column(title="Beside this plan"))
     label = f"The best recipe of every mesh that fits, of {study.searched.priced} that were priced"
     chosen = next(row.mesh for row in study.rows if row.chosen)
-    return Table(label=label, heads=heads, rows=rows, numbers=(2, 3, 4), chosen=chosen)
+    return Table(label=label, columns=columns, rows=rows, chosen=chosen)
 
 
 def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
@@ -312,9 +298,9 @@ def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
         remark = one.refused or ("" if one.usable else "needs one process per device (torchrun)")
         if one.plan is not None and not chosen and _decisions(one.plan) == _decisions(plan):
             chosen, remark = one.name, "this plan"
-        rows.append([one.name, *map(str, strategy_cells(one)), remark])
-    heads = ("Strategy", *STRATEGY_TITLES, "Remark")
-    return Table(label="Table of alternatives", heads=heads, rows=rows, numbers=(1, 2, 3, 4, 5), chosen=chosen)
+        rows.append([*strategy_cells(one), remark])
+    columns = [*strategy_columns(), Column(title="Remark")]
+    return Table(label="Table of alternatives", columns=columns, rows=rows, chosen=chosen)
 
 
 def _decisions(plan: Plan) -> tuple[object, ...]:
