@@ -7,7 +7,8 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.links import LOOPBACK, LinkRate, Links, make_links
+from autoshard.cluster.links import LOOPBACK, LinkRate, Links, by_host, make_links
+from autoshard.cluster.network import host_text
 from autoshard.plan import PlanDevice
 
 RESERVED = 0.05
@@ -114,8 +115,11 @@ class Cluster:
         return replace(self, devices=devices)
 
 
-def plan_device(device: Device) -> PlanDevice:
-    """A device as a plan writes it down."""
-    return PlanDevice(
-        name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host, network=device.network
+def plan_devices(cluster: Cluster) -> tuple[PlanDevice, ...]:
+    """The devices as a plan writes them down."""
+    hosts = cluster.links.hosts
+    network = {name: host_text(hosts[name], inside) for name, inside in by_host(cluster.devices).items()}
+    return tuple(
+        PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host, network=network[d.host])
+        for d in cluster.devices
     )

@@ -3,24 +3,22 @@
     {"devices": [{"name": "cuda:0", "kind": "H100-SXM"},
                  {"name": "cuda:1", "kind": "H100-SXM", "host": "other", "memory": "60GiB"}],
      "hosts": [{"name": "other", "nics": 1, "nic_bytes_per_second": 12.5e9, "peer_links": false}],
-     "network": {"bytes_per_second": 4e10, "latency_seconds": 2e-5},
      "links": [["cuda:0", "cuda:1", 3.6e11, 1e-5]]}
 
-What a device or a host leaves out comes from the hardware table, and so do pairs without a link. "network" is what a
-copy between two hosts gets, for hosts that are not listed. Links are written only where they are known otherwise.
+What a device or a host leaves out comes from the hardware table, and so do pairs without a link. Links are written only
+where they are known otherwise.
 """
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Host, Link
-from autoshard.cluster.hardware import LINK_EFFICIENCY, find_hardware, hardware_table, make_device
-from autoshard.cluster.links import make_links, usual_host
-from autoshard.cluster.network import with_networks
+from autoshard.cluster.hardware import find_hardware, hardware_table, make_device
+from autoshard.cluster.links import by_host, make_links, usual_host
 from autoshard.common.files import write_whole
 from autoshard.common.sizes import parse_bytes
 from autoshard.common.strict import Misread, expect, read_as, read_fields
@@ -35,8 +33,7 @@ LARGEST = 1e30
 class ClusterFile:
     """What a file may say; a link is source, destination, bytes per second, seconds.
 
-    Devices and hosts may leave out any field of `Device` and `Host`. What a host has instead of `Device.network`, and
-    `memory`, as people write it, are read by themselves.
+    Devices and hosts may leave out any field of `Device` and `Host`. `memory`, as people write it, is read by itself.
     """
 
     devices: tuple[Mapping[str, Any], ...]
@@ -45,18 +42,16 @@ class ClusterFile:
     spec: str = ""
     hosts: tuple[Mapping[str, Any], ...] = ()
     links: tuple[tuple[str | float, ...], ...] = ()
-    network: Mapping[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
 def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
     """Return plain data from which `cluster_from_dict` makes an equal cluster."""
-    names = {one.name for one in fields(Device)} - {"network"}  # which is said of hosts
     return {
         "format": FORMAT,
         "version": VERSION,
         "spec": cluster.spec,
-        "devices": [{name: value for name, value in asdict(d).items() if name in names} for d in cluster.devices],
+        "devices": [asdict(device) for device in cluster.devices],
         "hosts": [asdict(host) for host in cluster.links.hosts.values()],
         "links": [
             [one.source, one.destination, one.bytes_per_second, one.latency_seconds]
@@ -103,7 +98,6 @@ def _cluster(entry: ClusterFile) -> Cluster:
     names = [device.name for device in devices]
     expect(len(set(names)) == count, "devices", "listed once, not twice", max(names, key=names.count))
     hosts = _hosts(entry, devices)
-    devices = with_networks(devices, hosts)
     links = make_links(devices, hosts, dict(_link(row, names) for row in entry.links))
     return Cluster(devices=tuple(devices), links=links, spec=entry.spec, notes=entry.notes)
 
@@ -112,7 +106,6 @@ def _device(entry: Mapping[str, Any], where: str) -> Device:
     said = read_fields(Device, {key: value for key, value in entry.items() if key != "memory"}, where, some=True)
     expect(bool(said.get("name")), f"the name of {where}", 'a text such as "cuda:0"', said.get("name"))
     where = f"device {said['name'][:40]!r}"
-    expect("network" not in said, where, "without a network, which hosts have", said.get("network"))
     kind = said.pop("kind", "generic")
     row = hardware_table().get(kind) or find_hardware(kind)
     size = said.pop("memory_bytes", entry.get("memory", row.memory_bytes or None))
@@ -129,29 +122,17 @@ def _device(entry: Mapping[str, Any], where: str) -> Device:
 
 
 def _hosts(entry: ClusterFile, devices: list[Device]) -> list[Host]:
-    """Every host: as the table has it, with what "network" says of all and "hosts" of some."""
-    network, found = dict(entry.network), []
-    unknown = sorted(set(network) - {"bytes_per_second", "latency_seconds"})
-    expect(not unknown, "network", "bytes_per_second and latency_seconds only", unknown)
-    for name, figure in network.items():
-        _check_figure(f"{name} of the network", figure, name == "bytes_per_second")
-    if "bytes_per_second" in network:
-        network["nic_bytes_per_second"] = network.pop("bytes_per_second") / LINK_EFFICIENCY
-    names = list(dict.fromkeys(device.host for device in devices))
-    read = [
-        read_fields(Host, row, f"host {number} of the cluster", some=True) for number, row in enumerate(entry.hosts)
-    ]  # fmt: skip
-    said = {row.get("name", ""): row for row in read}
-    for name in said:
-        expect(name in names, "hosts", f"hosts of devices ({', '.join(names[:8])[:200]})", name)
-    for name in names:
-        host = usual_host(name, [device for device in devices if device.host == name])
-        host = replace(host, **{**network, **said.get(name, {})})
-        _check_figure(f"nics of host {name[:40]!r}", host.nics, True)
-        _check_figure(f"network rate of host {name[:40]!r}", host.nic_bytes_per_second, True)
-        _check_figure(f"network latency of host {name[:40]!r}", host.latency_seconds)
-        found.append(host)
-    return found
+    """Every host: as the table has it, with what the file says of it."""
+    said = {}
+    for number, row in enumerate(entry.hosts):
+        read = read_fields(Host, row, f"host {number} of the cluster", some=True)
+        said[read.get("name", "")] = read
+    members = by_host(devices)
+    for name, read in said.items():
+        expect(name in members, "hosts", f"hosts of devices ({', '.join([*members][:8])[:200]})", name)
+        for figure in read.keys() - {"name", "peer_links"}:
+            _check_figure(f"{figure} of host {name[:40]!r}", read[figure], figure != "latency_seconds")
+    return [replace(usual_host(name, inside), **said.get(name, {})) for name, inside in members.items()]
 
 
 def _link(row: tuple[str | float, ...], names: list[str]) -> tuple[tuple[str, str], Link]:

@@ -67,7 +67,6 @@ class Hardware:
     source: str
     host_source: str
     unverified: tuple[str, ...]
-    notes: str
 
     @property
     def is_card(self) -> bool:
@@ -156,6 +155,9 @@ programming guide, "Throughput of Native Arithmetic Instructions"; 78 of 160 on 
 (https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html)."""
 
 
+_TEXTS = ("name", "vendor", "arch", "peer_link", "peer_topology", "host_link", "torch_name", "source", "host_source")
+
+
 def _row(row: dict[str, str]) -> Hardware:
     def number(column: str) -> float:
         return float(row[column] or 0)
@@ -171,28 +173,19 @@ def _row(row: dict[str, str]) -> Hardware:
     }
     usable = number("usable_gib")
     return Hardware(
-        name=row["name"],
-        vendor=row["vendor"],
-        arch=row["arch"],
+        **{name: row[name] for name in _TEXTS},
         nominal_gb=number("memory_gb"),
         memory_bytes=int(usable * 2**30) if usable else int(number("memory_gb") * 1e9),
         bytes_per_second=number("memory_gb_per_s") * 1e9,
         flops_per_second={dtype: rate * 1e12 for dtype, rate in rates.items() if rate},
-        peer_link=row["peer_link"],
         peer_bytes_per_second=number("peer_gb_per_s") * 1e9 / 2,
-        peer_topology=row["peer_topology"],
-        host_link=row["host_link"],
         host_bytes_per_second=number("host_gb_per_s") * 1e9 / 2,
         peers_bytes_per_second=(number("peers_gb_per_s") or number("peer_gb_per_s")) * 1e9 / 2,
         cards_per_host=int(number("cards_per_host")),
         nics_per_host=int(number("nics_per_host")),
         nic_bytes_per_second=number("nic_gbit_per_s") * 1e9 / 8,
-        torch_name=row["torch_name"],
         aliases=tuple(filter(None, row["aliases"].split("|"))),
-        source=row["source"],
-        host_source=row["host_source"],
         unverified=tuple(filter(None, row["unverified"].split("|"))),
-        notes=row["notes"],
     )
 
 
@@ -202,17 +195,15 @@ def _normal(text: str) -> str:
 
 @cache
 def _names() -> dict[str, Hardware]:
-    """Every accepted spelling, normalised. A row's own name wins over another row's alias."""
-    names: dict[str, Hardware] = {}
-    for row in hardware_table().values():
-        if row.is_card:
-            for alias in (row.name, *row.aliases):
-                for spelling in _spellings(alias, row.nominal_gb):
-                    names.setdefault(_normal(spelling), row)
-    for row in hardware_table().values():
-        if row.is_card:
-            names[_normal(row.name)] = row
-    return names
+    """Every accepted spelling, normalised. A row's own name wins over another row's alias, and the first of these."""
+    rows = [row for row in hardware_table().values() if row.is_card]
+    names = {
+        _normal(spelling): row
+        for row in reversed(rows)
+        for alias in (row.name, *row.aliases)
+        for spelling in _spellings(alias, row.nominal_gb)
+    }
+    return names | {_normal(row.name): row for row in rows}
 
 
 def _spellings(name: str, nominal_gb: float) -> Iterator[str]:

@@ -12,9 +12,11 @@ A training node has one network card for each of its cards; in other machines al
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from typing import TypeVar
 
 from autoshard.cluster.device import Device, Host, Link
 from autoshard.cluster.hardware import LINK_EFFICIENCY, Hardware, hardware_table
+from autoshard.plan import PlanDevice
 
 ASSUMED_NIC_BYTES_PER_SECOND = 100e9 / 8
 """Of the one network card of a machine whose cards are not those of a training node."""
@@ -32,6 +34,8 @@ LOOPBACK: Rate = (1e9, 4e-4)
 LinkRate = tuple[float, float]
 """Latency in seconds, and bytes per second."""
 Pair = tuple[str, str]
+Placed = TypeVar("Placed", Device, PlanDevice)
+"""What has a kind and a host."""
 
 
 class Links:
@@ -112,14 +116,19 @@ def make_links(
 ) -> Links:
     """Return the link of every ordered pair, in device order; hosts that are not given are as their cards imply."""
     given = {host.name: host for host in hosts}
-    members: dict[str, list[Device]] = {}
-    for device in devices:
-        members.setdefault(device.host, []).append(device)
-    every = {name: given.get(name) or usual_host(name, inside) for name, inside in members.items()}
+    every = {name: given.get(name) or usual_host(name, inside) for name, inside in by_host(devices).items()}
     return Links(devices, every, known or {})
 
 
-def usual_host(name: str, devices: Sequence[Device]) -> Host:
+def by_host(devices: Sequence[Placed]) -> dict[str, list[Placed]]:
+    """Return the devices of every host, hosts in the order of their first devices."""
+    members: dict[str, list[Placed]] = {}
+    for device in devices:
+        members.setdefault(device.host, []).append(device)
+    return members
+
+
+def usual_host(name: str, devices: Sequence[Placed]) -> Host:
     """Return what the hardware table says of a machine with these devices: that of its first card counts."""
     cards = cards_of(devices)
     row = table_row(cards[0].kind if cards else "generic")
@@ -132,7 +141,7 @@ def usual_host(name: str, devices: Sequence[Device]) -> Host:
     return Host(name=name, nics=nics, nic_bytes_per_second=rate, latency_seconds=NETWORK_SECONDS)
 
 
-def cards_of(devices: Sequence[Device]) -> list[Device]:
+def cards_of(devices: Sequence[Placed]) -> list[Placed]:
     """Return the devices that are neither a machine's memory nor its disk."""
     return [device for device in devices if device.kind not in ("cpu", "disk")]
 

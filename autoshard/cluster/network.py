@@ -13,9 +13,10 @@ from typing import Any
 
 from autoshard.cluster.device import Device, Host
 from autoshard.cluster.hardware import Hardware
-from autoshard.cluster.links import cards_of, table_row, usual_host
+from autoshard.cluster.links import Placed, by_host, cards_of, table_row, usual_host
 from autoshard.common.sizes import shown
 from autoshard.errors import SpecError
+from autoshard.plan import PlanDevice
 
 _SPEED = re.compile(
     r"(?:([0-9]{1,4})\s*[xX×*]\s*)?([0-9]+(?:\.[0-9]+)?)\s*([GT])(b|bit|B)(?:/s|ps)"
@@ -99,13 +100,10 @@ def _with_speed(words: HostWords, text: str) -> HostWords:
     return replace(words, nics=count, bytes_per_second=speed, each=count is not None)
 
 
-def make_hosts(devices: Sequence[Device], words: HostWords) -> list[Host]:
+def make_hosts(devices: Sequence[Placed], words: HostWords) -> list[Host]:
     """Return the hosts of the devices: as the hardware table has them, changed by what was said."""
-    members: dict[str, list[Device]] = {}
-    for device in devices:
-        members.setdefault(device.host, []).append(device)
     hosts = []
-    for name, inside in members.items():
+    for name, inside in by_host(devices).items():
         host = usual_host(name, inside)
         if words.bytes_per_second is not None:
             nics = (len(cards_of(inside)) or 1) if words.nics == 0 else words.nics or host.nics
@@ -115,25 +113,18 @@ def make_hosts(devices: Sequence[Device], words: HostWords) -> list[Host]:
     return hosts
 
 
-def with_networks(devices: Sequence[Device], hosts: Sequence[Host]) -> list[Device]:
-    """Return the devices, each with how its host differs from a usual one."""
-    members: dict[str, list[Device]] = {}
-    for device in devices:
-        members.setdefault(device.host, []).append(device)
-    words = {}
-    for host in hosts:
-        usual, said = usual_host(host.name, members[host.name]), []
-        if (host.nics, host.nic_bytes_per_second) != (usual.nics, usual.nic_bytes_per_second):
-            said.append(f"{host.nics}x{host.nic_bytes_per_second * 8 / 1e9:.12g}Gb/s")
-        words[host.name] = ", ".join([*said, *([] if host.peer_links else ["no nvlink"])])
-    return [replace(device, network=words[device.host]) for device in devices]
+def host_text(host: Host, devices: Sequence[Device]) -> str:
+    """Say how the host of these devices differs from a usual one, as a device spec does: "4x100Gb/s, no nvlink"."""
+    usual, said = usual_host(host.name, devices), []
+    if (host.nics, host.nic_bytes_per_second) != (usual.nics, usual.nic_bytes_per_second):
+        said.append(f"{host.nics}x{host.nic_bytes_per_second * 8 / 1e9:.12g}Gb/s")
+    return ", ".join([*said, *([] if host.peer_links else ["no nvlink"])])
 
 
-def hosts_of(devices: Sequence[Device]) -> list[Host]:
-    """Return the hosts that devices say they are in. Raises `SpecError` if a `network` makes no sense."""
+def hosts_of(devices: Sequence[PlanDevice]) -> list[Host]:
+    """Return the hosts that devices of a plan are in. Raises `SpecError` if a `network` makes no sense."""
     hosts = []
-    for name in dict.fromkeys(device.host for device in devices):
-        inside = [device for device in devices if device.host == name]
+    for inside in by_host(devices).values():
         text = inside[0].network
         left, words = _split(text.split(",")) if text else ([], HostWords())
         if left:

@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,12 +38,11 @@ from autoshard.cluster.network import (
     make_hosts,
     network_note,
     split_words,
-    with_networks,
 )
 from autoshard.common.sizes import format_bytes, parse_bytes, shown
 from autoshard.errors import SpecError
 from autoshard.plan import PlanDevice
-from autoshard.plan.choices import DeviceName, Size, did_you_mean
+from autoshard.plan.choices import DeviceName, Size
 
 MAX_DEVICES = 1024
 MACHINE = 8
@@ -53,9 +52,6 @@ FORMS = (
     "cuda:0=20GiB,cpu=60GiB, or the path of a cluster file ending in .json."
 )
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mlu", "musa", "disk")
-
-_NEARLY = re.compile(r"\s*([A-Za-z]+)[-_: ]*([0-9]{0,4})\s*")
-"""What may have been meant as the name of a device."""
 
 Devices = DeviceName | Sequence[DeviceName] | Mapping[Any, Size] | os.PathLike[str] | Cluster
 """What `parse_devices` takes: the forms of the module docstring, and a `Cluster`."""
@@ -96,7 +92,7 @@ def parse_devices(spec: Any, *, simulated: bool = False) -> Cluster:
     return _simulated(cluster) if simulated else cluster
 
 
-def cluster_of(devices: Iterable[PlanDevice]) -> Cluster:
+def cluster_of(devices: Sequence[PlanDevice]) -> Cluster:
     """Rebuild the cluster a plan was made for, with rates and links as the hardware table has them."""
     table = hardware_table()
     built = []
@@ -104,10 +100,9 @@ def cluster_of(devices: Iterable[PlanDevice]) -> Cluster:
         row = table.get(item.kind, table["generic"])
         plain = item.memory_bytes != row.memory_bytes
         device = make_device(row, name=item.name, memory_bytes=item.memory_bytes, host=item.host, plain_size=plain)
-        device = replace(device, network=item.network)
         # "cpu:1" is a simulated device or the plain CPU: exact either way.
         built.append(replace(device, overhead_bytes=0, block_bytes=1) if item.name.startswith("cpu") else device)
-    return Cluster(devices=tuple(built), links=make_links(built, hosts_of(built)), spec="the devices of the plan")
+    return Cluster(devices=tuple(built), links=make_links(built, hosts_of(devices)), spec="the devices of the plan")
 
 
 def canonical_name(name: Any) -> str:
@@ -121,22 +116,11 @@ def canonical_name(name: Any) -> str:
         return kind if kind == "mps" else f"{kind}:{name}"
     match = re.fullmatch(r"\s*([a-z]+)(?::([0-9]{1,4}))?\s*", name) if isinstance(name, str) else None
     if match is None or match[1] not in DEVICE_TYPES or (match[1] == "disk" and match[2]):
-        raise SpecError(f"{shown(name)} is not a device name.{_nearest_name(name) or f' {FORMS}'}")
+        raise SpecError(f"{shown(name)} is not a device name. {FORMS}")
     kind, index = match[1], match[2]
     if index is None:
         return kind if kind in ("cpu", "mps", "disk") else f"{kind}:0"
     return kind if kind == "mps" and int(index) == 0 else f"{kind}:{int(index)}"
-
-
-def _nearest_name(name: Any) -> str:
-    """Return " Did you mean cuda:0?" for "cuda0", "gpu:0" or "cdua:0"; nothing where no name is near."""
-    parts = _NEARLY.fullmatch(str(name))
-    if parts is None:
-        return ""
-    kind, index = parts[1].lower(), int(parts[2] or 0)
-    kind = (accelerator_type() or "cuda") if kind == "gpu" else kind
-    known = [one if one in ("cpu", "mps", "disk") and not index else f"{one}:{index}" for one in DEVICE_TYPES]
-    return did_you_mean(kind if kind in known else f"{kind}:{index}", known)
 
 
 def _wanted(spec: Any) -> Iterator[_Wanted]:
@@ -161,17 +145,17 @@ def _wanted(spec: Any) -> Iterator[_Wanted]:
         raise SpecError(f"a {type(spec).__name__} is not a device spec. {FORMS}")
 
 
-def _count(count: int) -> Iterator[_Wanted]:
-    if count < 1:
-        raise SpecError(f"the number of devices must be at least 1, got {shown(count)}.")
+def _count(number: int) -> Iterator[_Wanted]:
+    if number < 1:
+        raise SpecError(f"the number of devices must be at least 1, got {shown(number)}.")
     active = active_cluster.get()
     here = list(active.names) if active is not None else accelerator_names()
-    if count > len(here):
+    if number > len(here):
         raise SpecError(
-            f"{shown(count)} devices were asked for, but torch sees {', '.join(here) or 'no accelerator'} here. "
-            f"To plan for another machine say what it has, as in {min(count, 8)}xH100-80GB or {min(count, 8)}x24GiB."
+            f"{shown(number)} devices were asked for, but torch sees {', '.join(here) or 'no accelerator'} here. "
+            f"To plan for another machine say what it has, as in {min(number, 8)}xH100-80GB or {min(number, 8)}x24GiB."
         )
-    for name in here[:count]:
+    for name in here[:number]:
         yield _Wanted(name=name)
 
 
@@ -231,9 +215,8 @@ def _item(text: str, host: str) -> Iterator[_Wanted]:
     if re.fullmatch(r"\s*[a-z]+(:[0-9]+)?\s*", text) and text.strip().partition(":")[0] in DEVICE_TYPES:
         yield _Wanted(name=canonical_name(text), host=host)
         return
-    nearly = _NEARLY.fullmatch(text)
-    if (nearly is not None and nearly[1].lower() in (*DEVICE_TYPES, "gpu")) or re.fullmatch(r"[a-z]+:[0-9]+", text):
-        canonical_name(text)  # raises: says which name was meant
+    if re.match(rf"({'|'.join(DEVICE_TYPES)}|gpu)\b|[a-z]+:[0-9]", text, re.IGNORECASE):
+        canonical_name(text)  # raises: no card has such a name
     count = 1
     repeated = re.fullmatch(r"([0-9]+)\s*[xX×*]\s*(.+)", text, re.DOTALL)
     if repeated is None and not _is_size(text) and not _is_hardware(text):
@@ -258,7 +241,7 @@ def _limited(wanted: Iterator[_Wanted]) -> Iterator[_Wanted]:
 
 
 def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
-    named, notes = _named(wanted)
+    named, notes = _named(wanted), list[str]()
     for name, count in Counter(item.name for item in named).items():
         if count > 1:
             raise SpecError(f"device {name!r} is listed twice in {shown(text)}. List every device once.")
@@ -274,7 +257,6 @@ def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
         if active is None and (item.memory_bytes is None or device.kind == "cpu"):  # its rates were not given
             notes += detected_notes(device.name)
     hosts = make_hosts(devices, words)
-    devices = with_networks(devices, hosts)
     notes += _assumptions(wanted, devices) + network_note(devices, hosts, words)
     both = [] if active is None else [device.name for device in devices if device.name in active.names]
     known = {(a, b): active.link(a, b) for a in both for b in both if a != b} if active is not None else {}
@@ -282,24 +264,18 @@ def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
     return Cluster(devices=tuple(devices), links=links, spec=text, notes=tuple(dict.fromkeys(notes)))
 
 
-def _named(wanted: list[_Wanted]) -> tuple[list[_Wanted], list[str]]:
-    """Give every device its name: cuda:0, cuda:1, … in order over all machines; Apple machines have one mps each."""
-    apples = sum(1 for item in wanted if item.row is not None and item.row.vendor == "apple")
-    cards = macs = 0
-    named, notes = [], []
+def _named(wanted: list[_Wanted]) -> list[_Wanted]:
+    """Give every device its name: cuda:0, cuda:1, … in order over all machines; an Apple machine has one, mps."""
+    named: list[_Wanted] = []
+    cards = 0
     for item in wanted:
-        if item.name is not None:
-            named.append(item)
-        elif item.row is not None and item.row.vendor == "apple":
-            host = item.host if apples == 1 else f"mac{macs}"
-            named.append(replace(item, name="mps" if apples == 1 else f"mps:{macs}", host=host))
-            macs += 1
-        else:
-            named.append(replace(item, name=f"cuda:{cards}"))
-            cards += 1
-    if apples > 1:
-        notes.append("An Apple machine has one GPU, so each of these is a machine of its own.")
-    return named, notes
+        apple = item.row is not None and item.row.vendor == "apple"
+        name = item.name or ("mps" if apple else f"cuda:{cards}")
+        cards += item.name is None and not apple
+        if apple and "mps" in [one.name for one in named]:
+            raise SpecError("an Apple machine has one GPU, and torch runs no model over several of them. Name one.")
+        named.append(replace(item, name=name))
+    return named
 
 
 def _device(item: _Wanted, active: Cluster | None) -> Device:

@@ -19,6 +19,11 @@ from autoshard.report.words import after, fold_paths, is_part, members, outer, p
 
 VERSION = 1
 MOST_BLOCKED = 24
+GROUP_FIELDS = (
+    *("index", "blocks", "size", "summed", "nbytes", "flops"),
+    *("reduced_bytes", "gathered_bytes", "added_bytes", "conflicts"),
+)
+"""Of a group, in a document as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,25 +181,16 @@ def axes_document(
         ],
         "groups": [
             {
-                "index": group.index,
+                **{name: getattr(group, name) for name in GROUP_FIELDS},
                 "text": ": ".join(_in_words(group, ndims)),
-                "blocks": list(group.blocks),
-                "size": group.size,
                 "shards": [asdict(shard) for shard in group.shards],
                 "actions": [asdict(action) for action in group.actions],
-                "summed": list(group.summed),
-                "nbytes": group.nbytes,
-                "flops": group.flops,
                 "all_reduces": group.reductions,
                 "all_gathers": group.gathers,
-                "reduced_bytes": group.reduced_bytes,
-                "gathered_bytes": group.gathered_bytes,
-                "added_bytes": group.added_bytes,
-                "conflicts": list(group.conflicts),
             }
             for group in found.groups
         ],
-        "blocked": [{"name": row.name, "dim": row.dim, "reason": row.reason} for row in found.unshardable],
+        "blocked": [asdict(row) for row in found.unshardable],
         "notes": [*profile.graph.notes, *notes],
     }
 

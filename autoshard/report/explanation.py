@@ -23,6 +23,7 @@ from autoshard.profile.profile import Profile
 from autoshard.report.layout import print_section
 from autoshard.report.terminal import as_sentence
 from autoshard.report.words import print_item
+from autoshard.search.reasons import WHAT
 from autoshard.search.study import Study
 from autoshard.strategies.paths import collapse
 
@@ -237,8 +238,8 @@ def _moved(plan: Plan, profile: Profile, subject: str, device: str) -> Plan:
 def _where(subject: str, devices_of_it: list[str], placed: Mapping[str, str], size: int) -> str:
     name = subject or "the model"
     if len(devices_of_it) == 1:
-        by = next(iter(placed)) if placed else ""
-        inside = f", as all of {by or 'the model'}" if by != subject else ""
+        by = next(iter(placed))
+        inside = f", as all of {by or 'the model'}" if is_below(subject, by) and by != subject else ""
         return f"{name} ({format_bytes(size)}) is on {devices_of_it[0]}{inside}."
     return f"{name} ({format_bytes(size)}) is spread over {', '.join(devices_of_it)}, in {len(placed)} parts."
 
@@ -340,12 +341,8 @@ def _over_mesh(plan: Plan, subject: str) -> list[str]:
             if any(is_below(subject, path) or is_below(path, subject) for path in stage.paths)
         ]  # fmt: skip
         parts.append(f"it is in stage {', '.join(stages[:4])}{' …' if len(stages) > 4 else ''} of {len(plan.stages)}")
-    if plan.mesh.fsdp > 1:
-        parts.append(f"each of {plan.mesh.fsdp} replicas keeps a part of its parameters and gathers the rest")
-    if plan.mesh.tp > 1:
-        parts.append(f"its matrices are shared by {plan.mesh.tp} ranks, as far as they can be")
-    if plan.mesh.ep > 1:
-        parts.append(f"experts in it are divided over {plan.mesh.ep} ranks")
+    degrees = [(name, degree) for name, degree in plan.mesh.degrees.items() if degree > 1 and name != "pp"]
+    parts += [f"it is shared by {degree} {WHAT[name]}" for name, degree in degrees]
     return ["; ".join(parts) or "every rank has all of it"]
 
 

@@ -8,15 +8,8 @@ from autoshard.engine.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
 from autoshard.report.layout import INDENT, Cell, Column, Table, numbers, print_left_off, print_section, print_table
 from autoshard.report.words import fold_paths
+from autoshard.search.reasons import WHAT
 
-MEANING = {
-    "dp": "replicas with all parameters of their part",
-    "fsdp": "replicas that share parameters, gradients and optimizer state",
-    "tp": "ranks that share every matrix",
-    "pp": "pipeline stages",
-    "cp": "parts of every sequence",
-    "ep": "groups of experts",
-}
 MOST_STAGES = 16
 MOST_RANKS = 8
 CURVE_WIDTH = 10
@@ -27,7 +20,7 @@ def print_mesh(console: Console, plan: Plan) -> None:
     assert plan.mesh is not None
     degrees = {name: degree for name, degree in plan.mesh.degrees.items() if degree > 1}
     print_section(console, "Mesh", ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device")
-    rows: list[list[Cell]] = [[name, str(degree), MEANING[name]] for name, degree in degrees.items()]
+    rows: list[list[Cell]] = [[name, str(degree), WHAT[name]] for name, degree in degrees.items()]
     if plan.launch and plan.workload.training:
         rows.append(["micro-batch", str(plan.micro_batch), f"samples, {plan.num_microbatches} of them per step"])
         rows += [["recompute", plan.recompute, ""], ["precision", plan.precision, ""]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard.torch_private import DispatchMode
-from autoshard.verify.report import Difference
+from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import RunResult, Work, largest, rounding_of
 
 _HALVES = (torch.float16, torch.bfloat16)  # the one with the fewest digits last
@@ -46,6 +46,14 @@ def stopped(during: str, message: str, module: str = "", output: str = "") -> Er
     """The errors of a run that could not be compared, or not any further."""
     first = Difference(during=during, module=module, output=output, max_error=math.inf, message=message)
     return Errors(math.inf, math.inf, first, math.inf)
+
+
+def verification(errors: Errors, work: Work, notes: list[str], **simulated: Any) -> Verification:
+    """The outcome of a comparison; `simulated`: fields of `Verification` about simulated devices."""
+    return Verification(
+        ok=errors.first is None, max_error=errors.largest, max_relative_error=errors.relative,
+        first_difference=errors.first, compared=work.compared, notes=tuple(notes), **{"simulated": False, **simulated},
+    )  # fmt: skip
 
 
 def compare(expected: list[RunResult], found: list[RunResult], tolerance: float, work: Work) -> Errors:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import AutoshardError, VerifyError
+from autoshard.errors import VerifyError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.schedule import RankSchedule
 from autoshard.plan import Plan
@@ -26,10 +26,10 @@ from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.dispatch import own_place
 from autoshard.runtime.pipeline_record import pipeline_record
-from autoshard.verify.compare import Errors, compare, stopped
+from autoshard.verify.compare import Errors, compare, stopped, verification
 from autoshard.verify.report import Difference, Verification
-from autoshard.verify.run import RunResult, Work, after_backward, optimizer_of, results_of, run
-from autoshard.verify.runner import IN_PARTS, Build, run_both
+from autoshard.verify.run import RunResult, Work, after_backward, loss_of, optimizer_of, results_of, run
+from autoshard.verify.runner import IN_PARTS, Build, failures_of, run_both
 
 
 def runs_as_mesh(plan: Plan | None) -> bool:
@@ -55,14 +55,9 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     failed: list[Errors] = []
 
     def whole() -> list[RunResult]:
-        try:
-            return list(_original(original(), plan, batch, work, ranks, device))
-        except AutoshardError:
-            raise
-        except Exception as error:  # anything the user's forward may raise
-            raise VerifyError(
-                f"the original itself fails with these inputs: {type(error).__name__}: {error}."
-            ) from error
+        model = original()
+        with failures_of(model):
+            return list(_original(model, plan, batch, work, ranks, device))
 
     def planned() -> list[RunResult]:
         model = apply_plan(original(), plan)
@@ -148,34 +143,20 @@ def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) 
 
 
 def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
-    """The model's own loss; else a sum over the elements of what has rows, whose gradient is no constant."""
-    rows = {one.path for one in batch.outputs if one.how == "cat"}
-    found = list(tensors_in(output))
-    own = [tensor for path, tensor in found if path.rpartition(".")[2] == "loss" and tensor.requires_grad]
-    if own:
-        return own[0]
-    parts = [
-        torch.log1p(tensor.float() ** 2).sum() for path, tensor in found if path in rows and tensor.is_floating_point()
-    ]
-    if not parts:
+    """The model's own loss; else one of what has rows."""
+    rows = {one.path for one in batch.outputs if one.how == "cat" or one.path.rpartition(".")[2] == "loss"}
+    if not any(path in rows and tensor.is_floating_point() for path, tensor in tensors_in(output)):
         raise VerifyError("no output of the model is known to have rows and numbers, so there is no loss to compare.")
-    return torch.stack([part.cpu() for part in parts]).sum()
+    return loss_of(output, "the model", rows.__contains__)
 
 
 def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks) -> Verification:
     """The same verdict on all ranks: the first difference of the first rank that has one."""
     rows: list[Any] = ranks.exchange((errors.largest, errors.relative, errors.first))
+    largest, relative, firsts = zip(*rows, strict=True)
+    rank = next((rank for rank, one in enumerate(firsts) if one is not None), None)
     first: Difference | None = None
-    for rank, (_, _, found) in reversed(list(enumerate(rows))):
-        if found is not None:
-            message = f"on rank {rank}{': ' if found.message else ''}{found.message}"
-            first = replace(found, message=message)
-    return Verification(
-        ok=first is None,
-        max_error=max(row[0] for row in rows),
-        max_relative_error=max(row[1] for row in rows),
-        first_difference=first,
-        compared=work.compared,
-        simulated=False,
-        notes=tuple(notes),
-    )
+    if rank is not None:
+        message = f"on rank {rank}{': ' if firsts[rank].message else ''}{firsts[rank].message}"
+        first = replace(firsts[rank], message=message)
+    return verification(Errors(max(largest), max(relative), first), work, notes)

@@ -124,7 +124,9 @@ def _first_pass(
 ) -> Iterator[RunResult]:
     """The pass, or step, that is compared."""
     name, whole = type(model).__name__, whole_tensors(model)
-    args, kwargs, output, loss = _pass(model, work, device, lambda made: _weighted_loss(made, name, work.staying_cut))
+    args, kwargs, output, loss = _pass(
+        model, work, device, lambda made: loss_of(made, name, lambda path: path not in work.staying_cut)
+    )
     yield from results_of("forward", "", "output", output)
     for path, buffer in model.named_buffers():
         yield from results_of("forward", path.rpartition(".")[0], f"buffer {path}", whole(path, buffer))
@@ -211,25 +213,25 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     return map_tensors(copy.deepcopy(detached), move)
 
 
-def _weighted_loss(output: Any, name: str, left_out: frozenset[str]) -> torch.Tensor:
-    """The output's own `.loss`, else the differentiable tensors in it summed with unequal weights.
+def loss_of(output: Any, name: str, counts: Callable[[str], bool] = lambda path: True) -> torch.Tensor:
+    """The output's own loss, else the sum of log(1 + x²) over the tensors whose paths count.
 
-    A plain sum would do for memory, but its gradient is one number expanded, which a copy between devices makes dense,
-    and kernels may round the two otherwise; and all that normalises would hide errors behind a gradient of zero.
+    It adds up over the rows of a batch, its gradient is no constant (which a copy between devices makes dense, and
+    kernels may round the two otherwise), and what normalises hides no error behind a gradient of zero. `name`: of the
+    model, for the error that is raised where nothing can be differentiated.
     """
     found = {
-        id(tensor): tensor
-        for path, tensor in tensors_in(output)
-        if tensor.requires_grad and tensor.is_floating_point() and path not in left_out
-    }
-    own = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    if not found or (isinstance(own, torch.Tensor) and own.requires_grad):
-        return training_loss(output, name)
-    parts = []
-    for tensor in found.values():
-        weights = torch.arange(tensor.numel(), dtype=torch.float32).cos().view(tensor.shape)
-        parts.append((tensor * weights.to(tensor.device, tensor.dtype)).sum().to("cpu", torch.float32))
-    return torch.stack(parts).sum()
+        id(tensor): (path, tensor) for path, tensor in tensors_in(output)
+        if tensor.requires_grad and tensor.is_floating_point()
+    }  # fmt: skip
+    own = next((tensor for path, tensor in found.values() if path.rpartition(".")[2] == "loss"), None)
+    if own is not None:
+        return own.sum()
+    parts = [
+        torch.log1p((tensor if tensor.dtype == torch.float64 else tensor.float()) ** 2).sum().to("cpu", torch.float32)
+        for path, tensor in found.values() if counts(path)
+    ]  # fmt: skip
+    return torch.stack(parts).sum() if parts else training_loss(output, name)
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:

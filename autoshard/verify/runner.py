@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.capture.run import own_random_numbers
-from autoshard.errors import VerifyError, first_line
+from autoshard.errors import AutoshardError, VerifyError, first_line
 from autoshard.runtime import is_applied, remove
 from autoshard.verify.compare import CoarsestType
 from autoshard.verify.random_numbers import SameRandomNumbers
@@ -77,6 +77,20 @@ def _same_random_numbers(work: Work, notes: list[str]) -> Iterator[None]:
         yield
     if random_numbers.count and DRAWN not in notes:
         notes.append(DRAWN)
+
+
+@contextlib.contextmanager
+def failures_of(model: nn.Module) -> Iterator[None]:
+    """Inside, whatever the original itself raises becomes a `VerifyError`."""
+    try:
+        yield
+    except AutoshardError:
+        raise
+    except Exception as error:  # anything the user's forward may raise
+        raise VerifyError(
+            f"the original {type(model).__name__} itself fails with these inputs: {type(error).__name__}: {error}. "
+            "Pass inputs that its forward takes."
+        ) from error
 
 
 def copies_of(model: nn.Module, *, removed: bool = False) -> Build:

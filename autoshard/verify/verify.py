@@ -28,13 +28,13 @@ from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.simulate.devices import SimulatedDevices
-from autoshard.verify.compare import Errors, compare
+from autoshard.verify.compare import Errors, compare, verification
 from autoshard.verify.first_batch import division_of
 from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.run import RunResult, Work, run
-from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, run_both
+from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, failures_of, run_both
 from autoshard.verify.stage import RunDevices, accelerators_of, cluster_here, device_of, devices_of, is_divided
 
 
@@ -160,20 +160,14 @@ def _compare(
         if errors.first is not None and not run_applied.full and not work.divided:
             errors.first = locate(original, applied, work, input_devices, accelerators, tolerance, errors.first)
     names = stage.original_names if stage is not None else {}
-    return Verification(
-        ok=errors.first is None,
-        max_error=errors.largest,
-        max_relative_error=errors.relative,
-        first_difference=errors.first,
-        compared=work.compared,
-        simulated=stage is not None and stage.simulated is not None,
+    return verification(
+        errors, work, notes, simulated=stage is not None and stage.simulated is not None,
         peaks=tuple(
             DevicePeak(
                 name=names[name], simulated_as=name, measured_bytes=nbytes, predicted_bytes=predicted.get(name)
             )
             for name, nbytes in run_applied.peaks.items() if name in names
         ),
-        notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -256,15 +250,8 @@ def _run_original(original: Build, work: Work, input_device: torch.device | None
             )
             del model
             model, input_device = original(), None
-    try:
+    with failures_of(model):
         return run(model, work, input_device)
-    except AutoshardError:
-        raise
-    except Exception as error:  # anything the user's forward may raise
-        raise VerifyError(
-            f"the original {type(model).__name__} itself fails with these inputs: {type(error).__name__}: {error}. "
-            "Pass inputs that its forward takes."
-        ) from error
 
 
 def _predicted(model: nn.Module, workload: Workload, stage: RunDevices, work: Work, notes: list[str]) -> dict[str, int]:

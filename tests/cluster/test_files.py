@@ -29,7 +29,7 @@ def test_a_short_file_by_hand(tmp_path):
                     {"name": "cuda:1", "kind": "H100-SXM", "memory": "60GiB"},
                     {"name": "cuda:2", "memory": "24GiB", "host": "other", "flops_per_second": {"bfloat16": 1e14}},
                 ],
-                "network": {"bytes_per_second": 1e9, "latency_seconds": 0.001},
+                "hosts": [{"name": "host0", "nic_bytes_per_second": 1.25e9, "latency_seconds": 0.001}],
                 "links": [["cuda:0", "cuda:1", 123e9, 4e-6]],
             }
         )
@@ -50,9 +50,9 @@ def test_a_short_file_by_hand(tmp_path):
         ([], "the cluster should be an object"),
         ({"devices": []}, "devices should be a list of 1 to"),
         ({"devices": [{"name": "cuda:0", "memory": "1GiB"}], "version": 99}, "Update autoshard"),
-        ({"devices": [{"name": "cuda:0", "memory": "1GiB"}], "network": {"bytes_per_second": 0}}, "above 0"),
+        ({"devices": [{"name": "a", "memory": "1GiB"}], "hosts": [{"name": "host0", "nics": 0}]}, "above 0"),
         ({"devices": [{"name": "cuda:0", "memory": "1GiB", "bytes_per_second": None}]}, "should be a number"),
-        ({"devices": [{"name": "cuda:0", "memory": "1GiB", "network": "1600Gb/s"}]}, "which hosts have"),
+        ({"devices": [{"name": "cuda:0", "memory": "1GiB", "network": "1600Gb/s"}]}, "found .'network'"),
         ({"devices": [{"name": "cuda:0", "memory": "1GiB"}], "colour": 1}, "found .'colour'"),
         ({"devices": [{"name": "cuda:0"}]}, "memory of device 'cuda:0' should be a size"),
         ({"devices": [{"name": "cuda:0", "memory": "1GiB", "speed": 3}]}, "found .'speed'"),

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard.cluster.cluster import plan_device
+from autoshard.cluster.cluster import plan_devices
 from autoshard.cluster.files import cluster_from_dict, cluster_to_dict
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 from autoshard.cluster.links import ASSUMED_NIC_BYTES_PER_SECOND
@@ -67,8 +67,7 @@ def test_networks(spec):
     per_host = len(cluster.devices) // 2
     assert (topology.hosts, topology.devices_per_host) == (2, per_host)
     assert topology.network_bytes_per_second == pytest.approx(rate * min(1, nics / per_host))
-    plan_devices = [plan_device(device) for device in cluster.devices]
-    assert topology_of(cluster_of(plan_devices)) == topology
+    assert topology_of(cluster_of(plan_devices(cluster))) == topology
     said = [note for note in cluster.notes if "network" in note and "assumed" in note]
     assert len(said) == ("," not in spec)
 
