@@ -4,7 +4,6 @@ The packages are imported inside the calls, so that `import autoshard` costs nex
 """
 
 import contextlib
-import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from autoshard.common.progress import shown_progress, tell
+from autoshard.common.progress import shown_progress, watched_by
 from autoshard.engine.estimate import Estimate
 from autoshard.errors import SpecError
 from autoshard.plan import Plan, refuse_priced_alone
@@ -300,9 +299,11 @@ def load(
     if isinstance(plan, Plan):
         plan = completed(unfilled.model, plan, inputs, assume_independent_rows=assume_independent_rows)
     if callable(progress):
-        return fill(unfilled, plan, progress, mapped=mapped)
+        told = progress
+        with watched_by(lambda unit, done, total: told(done, total or 0) if unit == "bytes" else None):
+            return fill(unfilled, plan, mapped=mapped)
     with shown_progress("loading", progress):
-        return fill(unfilled, plan, functools.partial(tell, "bytes"), mapped=mapped)
+        return fill(unfilled, plan, mapped=mapped)
 
 
 def _launched() -> "Launch | None":

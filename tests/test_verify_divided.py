@@ -26,7 +26,7 @@ def test_a_pipeline_is_equal_to_rounding(labelled):
     found = verify(model, elsewhere(pipeline(model, inputs)), inputs)
     assert found.ok, found.first_difference
     assert found.compared == ("forward", "backward", "optimizer step")
-    assert 0 < found.max_error < 1e-5
+    assert 0 < found.max_error < 1e-3  # that of the loss, a sum
     assert any("parts of the batch" in note for note in found.notes)
     assert found.max_relative_error < 1e-3  # of the largest value of a tensor, whatever the others are
     assert [peak.name for peak in found.peaks] == ["cuda:0", "cuda:1", "cuda:2"]

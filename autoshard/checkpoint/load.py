@@ -18,13 +18,13 @@ from torch import nn
 from autoshard.checkpoint.boxes import boxes_of
 from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source
 from autoshard.checkpoint.mapped import mapped_tensors
-from autoshard.checkpoint.reading import Progress, ReadReport, read_into
+from autoshard.checkpoint.reading import read_into
 from autoshard.common.packed import repacked
 from autoshard.common.sizes import format_bytes
 from autoshard.errors import ApplyError, CheckpointError, first_line
 from autoshard.plan import Plan
 from autoshard.plan.placement import resolve_execution_devices
-from autoshard.runtime.agreement import RankState, agree
+from autoshard.runtime.agreement import together
 from autoshard.runtime.apply import check_belongs
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cut_state import CutRecord
@@ -44,9 +44,10 @@ def load_applied(
     sources: Mapping[str, Source],
     *,
     mapped: bool = False,
-    progress: Progress | None = None,
-) -> ReadReport:
+) -> int:
     """Fill a model whose parameters are on meta from a checkpoint, in place, and apply a plan; None: all on the CPU.
+
+    Returns how many bytes were read.
 
     `sources`: for one name of each tensor on meta, and of others that are to be read over, how it is made. `mapped`:
     what stays on the CPU as the files have it is not read but mapped, where no process has a part of it. Where the plan
@@ -57,31 +58,26 @@ def load_applied(
     ranks = ProcessRanks.of() if mesh is not None else None
     staged = mesh is not None and mesh.pipeline > 1
     if plan is not None and (bool(plan.cuts) or shards_stages(plan) if staged else mesh is not None and shards(plan)):
-        loader, error = FileLoader(checkpoint, sources, progress, late=True), None
-        try:
+        with together(ProcessRanks.of()):
             _check_divisible(model, sources)
-        except CheckpointError as found:
-            error = found
-        agree(ProcessRanks.of(), RankState(), error)
+        loader = FileLoader(checkpoint, sources, late=True)
     elif plan is not None and plan.cuts and (mesh is None or mesh.pipeline * mesh.data == 1):
-        loader = FileLoader(checkpoint, sources, progress)
+        loader = FileLoader(checkpoint, sources)
     else:
-        return _load_whole(model, plan, checkpoint, sources, ranks, mapped and mesh is None, progress)
+        return _load_whole(model, plan, checkpoint, sources, ranks, mapped and mesh is None)
     apply_plan(model, plan, loader=loader)
-    assert loader.report is not None
-    return loader.report
+    return loader.bytes_read
 
 
 def _load_whole(
     model: nn.Module, plan: Plan | None, checkpoint: Checkpoint, sources: Mapping[str, Source],
-    ranks: ProcessRanks | None, mapped: bool, progress: Progress | None,
-) -> ReadReport:  # fmt: skip
+    ranks: ProcessRanks | None, mapped: bool,
+) -> int:  # fmt: skip
     """Fill whole tensors, then apply the plan; `ranks`: processes, which hear of each other's errors."""
     tensors = named_tensors(model)
     log: list[Undo] = []
-    report, error = None, None
     try:
-        try:
+        with together(ranks):
             devices = _devices_between_calls(model, plan, tensors, ranks)
             empty = {name for name, tensor in tensors.items() if tensor.is_meta and devices[name] != META}
             check_complete(model, empty, sources)
@@ -99,18 +95,14 @@ def _load_whole(
             replace_all(tensors, memory, log)
             read = [name for name in sources if name not in in_file and not tensors[name].is_meta]
             targets = [ReadTarget(source=name, tensor=tensors[name]) for name in read]
-            report = read_into(checkpoint, sources, targets, progress=progress)
-        except Exception as found:
-            error = found
-        agree(ranks, RankState(), error)
+            bytes_read = read_into(checkpoint, sources, targets)
         if plan is not None:
             apply_plan(model, plan)
     except BaseException:
         while log:
             log.pop()()
         raise
-    assert report is not None
-    return report
+    return bytes_read
 
 
 def _devices_between_calls(
@@ -178,14 +170,12 @@ class FileLoader:
 
     Attributes:
         late: parameters get memory, and values, when the model is divided in all ways, not when they are cut.
-        report: what was read, once it was.
     """
 
     checkpoint: Checkpoint
     sources: Mapping[str, Source]
-    progress: Progress | None
     late: bool = False
-    report: ReadReport | None = None
+    bytes_read: int = 0
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return _allocate("a part of the model", shape, dtype, META if self.late else device)
@@ -210,4 +200,4 @@ class FileLoader:
             if name in tensors
             for box in boxes_of(name, tensors[name], record)
         ]
-        self.report = read_into(self.checkpoint, self.sources, targets, progress=self.progress)
+        self.bytes_read = read_into(self.checkpoint, self.sources, targets)

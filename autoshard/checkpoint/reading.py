@@ -9,10 +9,8 @@ source after the other, in the order of the files, so that a disk always has som
 
 import math
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,11 +18,11 @@ from torch import nn
 from autoshard.checkpoint.data import Checkpoint, Entry, ReadTarget, Source
 from autoshard.checkpoint.traced import fill, leaves
 from autoshard.common.packed import is_packed, stored_tensors
+from autoshard.common.progress import tell
 from autoshard.errors import ApplyError, CheckpointError
 from autoshard.runtime.mapped import map_file, map_tensor
 from autoshard.runtime.pinned import Uploads, has_streams
 
-Progress = Callable[[int, int], None]
 THREADS = 4
 """While one waits for the disk, others copy."""
 SHOWN_SECONDS = 0.1
@@ -32,28 +30,13 @@ PACKED_ELEMENTS = 1 << 19
 """Packed at once: what that makes on the way stays in the processor's caches (measured: 5 times as fast as 2**24)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadReport:
-    """What a load read of the files, in bytes, and how long it took."""
+def read_into(checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Sequence[ReadTarget]) -> int:
+    """Fill every target from the files, cast to its dtype, on its device; return how many bytes of them were read.
 
-    bytes_read: int
-    seconds: float
-
-
-def read_into(
-    checkpoint: Checkpoint,
-    sources: Mapping[str, Source],
-    targets: Sequence[ReadTarget],
-    *,
-    progress: Progress | None = None,
-) -> ReadReport:
-    """Fill every target from the files; values are cast to the target's dtype, on its device.
-
-    `progress(bytes done, bytes in all)` is called from this thread a few times per second. Raises `CheckpointError`
-    that names the file if it can't be read or is changed meanwhile, and if a source or a target does not fit; the
-    targets may then hold anything.
+    How far it is, in bytes, is told from this thread a few times per second (`common.progress`). Raises
+    `CheckpointError` that names the file if it can't be read or is changed meanwhile, and if a source or a target does
+    not fit; the targets may then hold anything.
     """
-    started = time.perf_counter()
     by_source: dict[str, list[ReadTarget]] = {}
     for target in targets:
         _check_fits(checkpoint, sources[target.source], target)
@@ -75,16 +58,14 @@ def read_into(
             while left:
                 finished, left = wait(left, SHOWN_SECONDS, FIRST_EXCEPTION)
                 done += sum(one.result() for one in finished)
-                if progress is not None:
-                    progress(done, total)
+                tell("bytes", done, total)
         finally:
             pool.shutdown(cancel_futures=True)
             uploads.finish()  # also where it failed: nobody may free a target that is still written to
     if _stamps(checkpoint) != before:
         raise CheckpointError(f"{checkpoint.path} was changed while it was read. Load again when nothing writes to it.")
-    if progress is not None:
-        progress(done, total)
-    return ReadReport(bytes_read=done, seconds=time.perf_counter() - started)
+    tell("bytes", done, total)
+    return done
 
 
 def _check_fits(checkpoint: Checkpoint, source: Source, target: ReadTarget) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from autoshard.common.packed import is_packed
 from autoshard.common.progress import tell
 from autoshard.common.sizes import format_bytes
 from autoshard.errors import CheckpointError
-from autoshard.runtime.agreement import RankState, agree
+from autoshard.runtime.agreement import RankState, agree, together
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, whole_shape, whole_tensor
 from autoshard.runtime.cuts import cut_record
@@ -183,11 +183,9 @@ def save_state(
     """
     ranks = _ranks_of(model)
     writes = not isinstance(ranks, ProcessRanks) or ranks.rank == 0
-    shards: Sequence[FileShard] = ()
+    folder: Path | None = None
     with contextlib.ExitStack() as stack, torch.no_grad():
-        folder: Path | None = None
-        error: Exception | None = None
-        try:
+        with together(ranks), _explained(path):
             state = state_of(model)
             shards = prepare(state)
             if writes:
@@ -195,22 +193,18 @@ def save_state(
                 folder = stack.enter_context(replacing(path))
                 if write_more is not None:
                     write_more(folder)
-        except Exception as found:
-            error = found
-        _agree(ranks, path, error, RankState(model=_digest(shards)))
+        agree(ranks, RankState(model=_digest(shards)))
         done_bytes, total_bytes = 0, sum(shard.nbytes for shard in shards)
         for shard in shards:
             tell("bytes", done_bytes, total_bytes)
-            _agree(ranks, path, _write_shard(state, shard, folder))
+            with together(ranks), _explained(path):
+                _write_shard(state, shard, folder)
             done_bytes += shard.nbytes
-        try:
+        with together(ranks), _explained(path):
             if folder is not None:
                 if len(shards) > 1:
                     (folder / INDEX_FILE).write_text(_index_of(shards, state.num_parameters), encoding="utf-8")
                 stack.close()
-        except Exception as found:
-            error = found
-        _agree(ranks, path, error)
 
 
 def _ranks_of(model: nn.Module) -> Ranks | None:
@@ -223,7 +217,7 @@ def _ranks_of(model: nn.Module) -> Ranks | None:
     return None if cuts is None else cuts.ranks
 
 
-def _write_shard(state: SavedState, shard: FileShard, folder: Path | None) -> Exception | None:
+def _write_shard(state: SavedState, shard: FileShard, folder: Path | None) -> None:
     """Gather every tensor of a file and write it; after an error go on gathering, for the other ranks wait for it."""
     error: Exception | None = None
     values: dict[str, torch.Tensor] = {}  # of the model, on the CPU
@@ -234,22 +228,17 @@ def _write_shard(state: SavedState, shard: FileShard, folder: Path | None) -> Ex
                 values[name] = value if value.device == CPU else fresh_copy(value, CPU)
             except Exception as found:
                 error = found
-    if folder is None or error is not None:
-        return error
-    try:
-        made, seen = {}, set[int]()
-        for one in shard.tensors:
-            made[one.name] = _made(one, values, seen)
-        file = folder / shard.file
-        file.touch()
-        mode = file.stat().st_mode
-        save_file(made, file, dict(shard.metadata))
-        file.chmod(mode)  # the library makes it private
-    except SafetensorError as found:
-        return CheckpointError(f"could not write {folder / shard.file}: {found}. {_KEPT}")
-    except Exception as found:
-        return found
-    return None
+    if error is not None:
+        raise error
+    if folder is None:
+        return
+    seen = set[int]()
+    made = {one.name: _made(one, values, seen) for one in shard.tensors}
+    file = folder / shard.file
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(made, file, dict(shard.metadata))
+    file.chmod(mode)  # the library makes it private
 
 
 def _made(one: Stored, values: Mapping[str, torch.Tensor], seen: set[int]) -> torch.Tensor:
@@ -290,13 +279,14 @@ def _check_path(path: Path, needed_bytes: int) -> None:
 _KEPT = "What was there is as it was. Free space on that disk, or save to another directory."
 
 
-def _agree(ranks: Ranks | None, path: Path, error: Exception | None, state: RankState | None = None) -> None:
-    """Raise on all ranks if one has an error, or another mark than rank 0."""
-    if isinstance(error, OSError):
-        made = CheckpointError(f"could not write {error.filename or path}: {error.strerror or error}. {_KEPT}")
-        made.__cause__ = error
-        error = made
-    agree(ranks, state or RankState(), error)
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Inside, what the system and the library say of files that can't be written becomes a `CheckpointError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        where, why = getattr(error, "filename", None) or path, getattr(error, "strerror", None) or error
+        raise CheckpointError(f"could not write {where}: {why}. {_KEPT}") from error
 
 
 def _digest(shards: Sequence[FileShard]) -> str:

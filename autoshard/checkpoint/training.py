@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -133,20 +132,16 @@ def _check_place(path: Path) -> None:
 
 def _shared_folder(stack: contextlib.ExitStack, path: Path, ranks: ProcessRanks | None) -> Path:
     """The directory that all ranks write to, made by rank 0, which puts it in its place at the end."""
-    said: list[Any] = [None]
+    folder = path
     with together(ranks):
         if ranks is None or ranks.rank == 0:
             try:
-                said = [str(stack.enter_context(replacing(path, carry_over=False)))]
+                folder = stack.enter_context(replacing(path, carry_over=False))
             except OSError as error:
                 raise CheckpointError(f"can't write {path}: {error}") from error
     if ranks is None:
-        return Path(said[0])
-    try:
-        dist.broadcast_object_list(said, src=0, group=ranks.group)
-    except RuntimeError as error:
-        raise lost(ranks, error) from error
-    folder = Path(said[0])
+        return folder
+    folder = Path(ranks.exchange(str(folder))[0])
     with together(ranks):
         if not folder.is_dir():
             raise CheckpointError(

@@ -69,7 +69,7 @@ def make_plan(
     wishes: dict[str, Any] | None = None,
 ) -> Opened:
     """Plan TARGET, for processes or for one; `settings` are those of `chosen_for`."""
-    from autoshard.cluster.limits import limited_to
+    from autoshard.cluster.parse import limited_to
     from autoshard.search.fewer_bits import with_hint
     from autoshard.search.planning import plan_measured
 

@@ -7,8 +7,12 @@ op floor           the time of an op too small to do anything
 disk               what it gives that is not in memory; a link from it is as fast as the slower of it and the other's
 """
 
+import contextlib
+import os
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -16,7 +20,6 @@ import torch
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.detect import accelerator_names
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.disk import measure_disk
 from autoshard.cluster.hardware import LINK_EFFICIENCY, hardware_table
 from autoshard.common.progress import tell
 
@@ -27,6 +30,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 GEMM_SIZES = {"cpu": (256, 512, 1024), "accelerator": (2048, 4096, 8192)}
 COPY_BYTES = {"cpu": 2**27, "accelerator": 2**28}
 SMALL_BYTES = 4096
+BLOCK_BYTES = 4 << 20
+LEAST_BLOCKS, MOST_BLOCKS = 4, 32
+WRITE_SECONDS = 0.8
+READERS = 4
 
 
 def calibrate(cluster: Cluster) -> Cluster:
@@ -163,3 +170,36 @@ def _seconds(run: Callable[[], object], target: torch.device, budget_seconds: fl
 def _wait(target: torch.device) -> None:
     if target.type != "cpu":
         torch.accelerator.synchronize(target)
+
+
+def measure_disk(directory: str) -> tuple[float, float] | None:
+    """Return bytes per second and the latency of a small read, in about 1.5 s; None if it can't be measured there.
+
+    A disk may give what was just written faster than the rest, out of a cache of its own.
+    """
+    if not hasattr(os, "posix_fadvise"):  # Linux has it
+        return None
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+        number, blocks = file.fileno(), 0
+        deadline = time.perf_counter() + WRITE_SECONDS
+        while blocks < LEAST_BLOCKS or (blocks < MOST_BLOCKS and time.perf_counter() < deadline):
+            if os.write(number, os.urandom(BLOCK_BYTES)) < BLOCK_BYTES:  # which no disk can make smaller
+                raise OSError("the disk is full")
+            os.fsync(number)  # else most of the time would be spent here after the last one
+            blocks += 1
+
+        def seconds(read: Callable[[], object]) -> float:
+            """Of reading what is not in memory."""
+            os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+            started = time.perf_counter()
+            read()
+            return time.perf_counter() - started
+
+        def read(at: int) -> int:
+            return os.preadv(number, [bytearray(BLOCK_BYTES)], at * BLOCK_BYTES)
+
+        with ThreadPoolExecutor(READERS) as readers:  # a few at a time, as weights are read
+            whole = min(seconds(lambda: list(readers.map(read, range(blocks)))) for _ in range(2))
+        small = min(seconds(lambda at=at: os.pread(number, SMALL_BYTES, at * BLOCK_BYTES)) for at in range(blocks))  # type: ignore[misc]
+        return blocks * BLOCK_BYTES / whole, small
+    return None

@@ -7,8 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from autoshard.cluster.device import Device, Link
-from autoshard.cluster.links import LOOPBACK, LinkRate, Links, by_host, make_links
-from autoshard.cluster.network import host_text
+from autoshard.cluster.links import LOOPBACK, LinkRate, Links, make_links
 from autoshard.plan import PlanDevice
 
 RESERVED = 0.05
@@ -92,7 +91,7 @@ class Cluster:
         # "cpu" itself is the memory that all of them share.
         ranks = [device.name for device in self.devices if device.kind == "cpu" and device.name != "cpu"]
         pairs = [(a, b) for a in ranks for b in ranks if a != b and (a, b) not in self.links.known]
-        rate, latency = LOOPBACK
+        latency, rate = LOOPBACK
         return self.with_known({
             (a, b): Link(source=a, destination=b, bytes_per_second=rate, latency_seconds=latency) for a, b in pairs
         })  # fmt: skip
@@ -115,11 +114,8 @@ class Cluster:
         return replace(self, devices=devices)
 
 
-def plan_devices(cluster: Cluster) -> tuple[PlanDevice, ...]:
-    """The devices as a plan writes them down."""
-    hosts = cluster.links.hosts
-    network = {name: host_text(hosts[name], inside) for name, inside in by_host(cluster.devices).items()}
-    return tuple(
-        PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host, network=network[d.host])
-        for d in cluster.devices
+def plan_device(device: Device) -> PlanDevice:
+    """A device as a plan writes it down."""
+    return PlanDevice(
+        name=device.name, memory_bytes=device.memory_bytes, kind=device.kind, host=device.host, network=device.network
     )

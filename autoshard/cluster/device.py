@@ -18,6 +18,7 @@ class Device:
         overhead_bytes: taken before the first tensor: context, workspaces. 0 on CPU and simulated devices.
         block_bytes: the allocator's rounding, 512 on CUDA, 1 where allocations are exact.
         host: machine it is in.
+        network: how that differs from a usual one, in the words of a device spec ("4x100Gb/s, no nvlink").
         measured: figures come from a calibration, not from the table.
     """
 
@@ -30,6 +31,7 @@ class Device:
     overhead_bytes: int = 0
     block_bytes: int = 1
     host: str = "host0"
+    network: str = ""
     measured: bool = False
 
     def flops(self, dtype: str) -> float:

@@ -19,6 +19,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Host, Link
 from autoshard.cluster.hardware import find_hardware, hardware_table, make_device
 from autoshard.cluster.links import by_host, make_links, usual_host
+from autoshard.cluster.network import with_networks
 from autoshard.common.files import write_whole
 from autoshard.common.sizes import parse_bytes
 from autoshard.common.strict import Misread, expect, read_as, read_fields
@@ -51,7 +52,7 @@ def cluster_to_dict(cluster: Cluster) -> dict[str, Any]:
         "format": FORMAT,
         "version": VERSION,
         "spec": cluster.spec,
-        "devices": [asdict(device) for device in cluster.devices],
+        "devices": [{name: value for name, value in asdict(d).items() if name != "network"} for d in cluster.devices],
         "hosts": [asdict(host) for host in cluster.links.hosts.values()],
         "links": [
             [one.source, one.destination, one.bytes_per_second, one.latency_seconds]
@@ -98,6 +99,7 @@ def _cluster(entry: ClusterFile) -> Cluster:
     names = [device.name for device in devices]
     expect(len(set(names)) == count, "devices", "listed once, not twice", max(names, key=names.count))
     hosts = _hosts(entry, devices)
+    devices = with_networks(devices, hosts)
     links = make_links(devices, hosts, dict(_link(row, names) for row in entry.links))
     return Cluster(devices=tuple(devices), links=links, spec=entry.spec, notes=entry.notes)
 
@@ -106,6 +108,7 @@ def _device(entry: Mapping[str, Any], where: str) -> Device:
     said = read_fields(Device, {key: value for key, value in entry.items() if key != "memory"}, where, some=True)
     expect(bool(said.get("name")), f"the name of {where}", 'a text such as "cuda:0"', said.get("name"))
     where = f"device {said['name'][:40]!r}"
+    expect("network" not in said, where, "without a network, which hosts have", said.get("network"))
     kind = said.pop("kind", "generic")
     row = hardware_table().get(kind) or find_hardware(kind)
     size = said.pop("memory_bytes", entry.get("memory", row.memory_bytes or None))

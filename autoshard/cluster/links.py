@@ -12,11 +12,9 @@ A training node has one network card for each of its cards; in other machines al
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import TypeVar
 
 from autoshard.cluster.device import Device, Host, Link
 from autoshard.cluster.hardware import LINK_EFFICIENCY, Hardware, hardware_table
-from autoshard.plan import PlanDevice
 
 ASSUMED_NIC_BYTES_PER_SECOND = 100e9 / 8
 """Of the one network card of a machine whose cards are not those of a training node."""
@@ -27,15 +25,11 @@ NETWORK_SECONDS = 15e-6
 DISK_SECONDS = 100e-6
 MEMORY_SECONDS = 2e-6
 
-Rate = tuple[float, float]
-"""bytes_per_second, latency_seconds"""
-LOOPBACK: Rate = (1e9, 4e-4)
-"""Between two processes, by gloo, on two EPYC cores: all-reduces of 4 B 0.3 to 0.5 ms, of 4 MiB 5 to 6."""
 LinkRate = tuple[float, float]
 """Latency in seconds, and bytes per second."""
+LOOPBACK: LinkRate = (4e-4, 1e9)
+"""Between two processes, by gloo, on two EPYC cores: all-reduces of 4 B 0.3 to 0.5 ms, of 4 MiB 5 to 6."""
 Pair = tuple[str, str]
-Placed = TypeVar("Placed", Device, PlanDevice)
-"""What has a kind and a host."""
 
 
 class Links:
@@ -55,20 +49,14 @@ class Links:
 
     def between(self, source: str, destination: str) -> Link:
         """The link of one pair; raises `KeyError` if there is none."""
-        known = self.known.get((source, destination))
-        if known is not None:
-            return known
-        rate, latency = self._implied_rate(source, destination)
+        latency, rate = self.rate(source, destination)
         return Link(source=source, destination=destination, bytes_per_second=rate, latency_seconds=latency)
 
     def rate(self, source: str, destination: str) -> LinkRate:
-        """Latency and bytes per second of one pair."""
+        """Latency and bytes per second of one pair; raises `KeyError` if there is none."""
         known = self.known.get((source, destination))
         if known is not None:
             return known.latency_seconds, known.bytes_per_second
-        return self._implied_rate(source, destination)[::-1]
-
-    def _implied_rate(self, source: str, destination: str) -> Rate:
         if source == destination:
             raise KeyError((source, destination))
         (host, kind, slot), (other_host, other_kind, other_slot) = self._ends[source], self._ends[destination]
@@ -81,14 +69,12 @@ class Links:
         """Every ordered pair of devices."""
         return ((a, b) for a in self._ends for b in self._ends if a != b)
 
-    def groups(self) -> dict[LinkRate, tuple[int, list[Pair]]]:
-        """Links that are equal to three digits: (latency, bytes per second) -> how many, and the first two pairs."""
-        exact: dict[LinkRate, tuple[int, list[Pair]]] = {}
+    def groups(self) -> dict[LinkRate, list[Pair]]:
+        """Pairs by their links, of which those that are equal to three digits are one."""
+        rounded = cache(lambda latency, rate: (float(f"{latency:.2g}"), float(f"{rate:.3g}")))
+        found: dict[LinkRate, list[Pair]] = {}
         for pair in self.pairs:
-            _count(exact, self.rate(*pair), 1, [pair])
-        found: dict[LinkRate, tuple[int, list[Pair]]] = {}
-        for (latency, rate), (count, pairs) in exact.items():
-            _count(found, (float(f"{latency:.2g}"), float(f"{rate:.3g}")), count, pairs)
+            found.setdefault(rounded(*self.rate(*pair)), []).append(pair)
         return found
 
     def __len__(self) -> int:
@@ -106,11 +92,6 @@ class Links:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _count(found: dict[LinkRate, tuple[int, list[Pair]]], rate: LinkRate, more: int, pairs: list[Pair]) -> None:
-    count, first = found.get(rate, (0, []))
-    found[rate] = count + more, first if len(first) > 1 else [*first, *pairs][:2]
-
-
 def make_links(
     devices: Sequence[Device], hosts: Sequence[Host] = (), known: Mapping[Pair, Link] | None = None
 ) -> Links:
@@ -120,15 +101,15 @@ def make_links(
     return Links(devices, every, known or {})
 
 
-def by_host(devices: Sequence[Placed]) -> dict[str, list[Placed]]:
+def by_host(devices: Sequence[Device]) -> dict[str, list[Device]]:
     """Return the devices of every host, hosts in the order of their first devices."""
-    members: dict[str, list[Placed]] = {}
+    members: dict[str, list[Device]] = {}
     for device in devices:
         members.setdefault(device.host, []).append(device)
     return members
 
 
-def usual_host(name: str, devices: Sequence[Placed]) -> Host:
+def usual_host(name: str, devices: Sequence[Device]) -> Host:
     """Return what the hardware table says of a machine with these devices: that of its first card counts."""
     cards = cards_of(devices)
     row = table_row(cards[0].kind if cards else "generic")
@@ -141,7 +122,7 @@ def usual_host(name: str, devices: Sequence[Placed]) -> Host:
     return Host(name=name, nics=nics, nic_bytes_per_second=rate, latency_seconds=NETWORK_SECONDS)
 
 
-def cards_of(devices: Sequence[Placed]) -> list[Placed]:
+def cards_of(devices: Sequence[Device]) -> list[Device]:
     """Return the devices that are neither a machine's memory nor its disk."""
     return [device for device in devices if device.kind not in ("cpu", "disk")]
 
@@ -163,13 +144,13 @@ def _slots(devices: Sequence[Device]) -> list[int]:
     return slots
 
 
-def _network_rate(one: Host, other: Host) -> Rate:
+def _network_rate(one: Host, other: Host) -> LinkRate:
     nominal = min(one.nic_bytes_per_second, other.nic_bytes_per_second)
-    return nominal * LINK_EFFICIENCY, max(one.latency_seconds, other.latency_seconds)
+    return max(one.latency_seconds, other.latency_seconds), nominal * LINK_EFFICIENCY
 
 
 @cache
-def _rate(kind_a: str, kind_b: str, bridged: bool, peer_links: bool) -> Rate:
+def _rate(kind_a: str, kind_b: str, bridged: bool, peer_links: bool) -> LinkRate:
     """Rate between two kinds in one machine; symmetric. Unknown kinds count as generic."""
     table = hardware_table()
     a, b = table_row(kind_a), table_row(kind_b)
@@ -178,11 +159,11 @@ def _rate(kind_a: str, kind_b: str, bridged: bool, peer_links: bool) -> Rate:
         other = b if a.name == "disk" else a
         nominal, latency = min(table["disk"].host_bytes_per_second, other.host_bytes_per_second), DISK_SECONDS
     elif kinds == {"cpu"}:
-        return a.peer_bytes_per_second, MEMORY_SECONDS  # measured, not nominal
+        return MEMORY_SECONDS, a.peer_bytes_per_second  # measured, not nominal
     elif "cpu" in kinds:
         nominal, latency = (b if a.name == "cpu" else a).host_bytes_per_second, HOST_SECONDS
     elif peer_links and a.peer_link == b.peer_link != "none" and (a.peer_topology != "pairs" or bridged):
         nominal, latency = min(a.peer_bytes_per_second, b.peer_bytes_per_second), PEER_SECONDS
     else:
         nominal, latency = min(a.host_bytes_per_second, b.host_bytes_per_second), HOST_SECONDS
-    return nominal * LINK_EFFICIENCY, latency
+    return latency, nominal * LINK_EFFICIENCY

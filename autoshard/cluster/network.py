@@ -13,10 +13,9 @@ from typing import Any
 
 from autoshard.cluster.device import Device, Host
 from autoshard.cluster.hardware import Hardware
-from autoshard.cluster.links import Placed, by_host, cards_of, table_row, usual_host
+from autoshard.cluster.links import by_host, cards_of, table_row, usual_host
 from autoshard.common.sizes import shown
 from autoshard.errors import SpecError
-from autoshard.plan import PlanDevice
 
 _SPEED = re.compile(
     r"(?:([0-9]{1,4})\s*[xX×*]\s*)?([0-9]+(?:\.[0-9]+)?)\s*([GT])(b|bit|B)(?:/s|ps)"
@@ -100,7 +99,7 @@ def _with_speed(words: HostWords, text: str) -> HostWords:
     return replace(words, nics=count, bytes_per_second=speed, each=count is not None)
 
 
-def make_hosts(devices: Sequence[Placed], words: HostWords) -> list[Host]:
+def make_hosts(devices: Sequence[Device], words: HostWords) -> list[Host]:
     """Return the hosts of the devices: as the hardware table has them, changed by what was said."""
     hosts = []
     for name, inside in by_host(devices).items():
@@ -113,16 +112,19 @@ def make_hosts(devices: Sequence[Placed], words: HostWords) -> list[Host]:
     return hosts
 
 
-def host_text(host: Host, devices: Sequence[Device]) -> str:
-    """Say how the host of these devices differs from a usual one, as a device spec does: "4x100Gb/s, no nvlink"."""
-    usual, said = usual_host(host.name, devices), []
-    if (host.nics, host.nic_bytes_per_second) != (usual.nics, usual.nic_bytes_per_second):
-        said.append(f"{host.nics}x{host.nic_bytes_per_second * 8 / 1e9:.12g}Gb/s")
-    return ", ".join([*said, *([] if host.peer_links else ["no nvlink"])])
+def with_networks(devices: Sequence[Device], hosts: Sequence[Host]) -> list[Device]:
+    """Return the devices, each with how its host differs from a usual one, as a device spec says it."""
+    members, texts = by_host(devices), {}
+    for host in hosts:
+        usual, said = usual_host(host.name, members[host.name]), []
+        if (host.nics, host.nic_bytes_per_second) != (usual.nics, usual.nic_bytes_per_second):
+            said.append(f"{host.nics}x{host.nic_bytes_per_second * 8 / 1e9:.12g}Gb/s")
+        texts[host.name] = ", ".join([*said, *([] if host.peer_links else ["no nvlink"])])
+    return [replace(device, network=texts[device.host]) for device in devices]
 
 
-def hosts_of(devices: Sequence[PlanDevice]) -> list[Host]:
-    """Return the hosts that devices of a plan are in. Raises `SpecError` if a `network` makes no sense."""
+def hosts_of(devices: Sequence[Device]) -> list[Host]:
+    """Return the hosts that devices say they are in. Raises `SpecError` if a `network` makes no sense."""
     hosts = []
     for inside in by_host(devices).values():
         text = inside[0].network

@@ -38,6 +38,7 @@ from autoshard.cluster.network import (
     make_hosts,
     network_note,
     split_words,
+    with_networks,
 )
 from autoshard.common.sizes import format_bytes, parse_bytes, shown
 from autoshard.errors import SpecError
@@ -100,9 +101,10 @@ def cluster_of(devices: Sequence[PlanDevice]) -> Cluster:
         row = table.get(item.kind, table["generic"])
         plain = item.memory_bytes != row.memory_bytes
         device = make_device(row, name=item.name, memory_bytes=item.memory_bytes, host=item.host, plain_size=plain)
+        device = replace(device, network=item.network)
         # "cpu:1" is a simulated device or the plain CPU: exact either way.
         built.append(replace(device, overhead_bytes=0, block_bytes=1) if item.name.startswith("cpu") else device)
-    return Cluster(devices=tuple(built), links=make_links(built, hosts_of(devices)), spec="the devices of the plan")
+    return Cluster(devices=tuple(built), links=make_links(built, hosts_of(built)), spec="the devices of the plan")
 
 
 def canonical_name(name: Any) -> str:
@@ -121,6 +123,30 @@ def canonical_name(name: Any) -> str:
     if index is None:
         return kind if kind in ("cpu", "mps", "disk") else f"{kind}:0"
     return kind if kind == "mps" and int(index) == 0 else f"{kind}:{int(index)}"
+
+
+def limited_to(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
+    """The cluster with the memory that may be used."""
+    limits, _ = limits_and_pins(cluster, max_memory, None)
+    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
+
+
+def limits_and_pins(
+    cluster: Cluster, max_memory: Mapping[Any, Any] | None, pins: Mapping[str, Any] | None
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Limits and pins with the names of the cluster's devices and sizes in bytes."""
+    limits = {
+        _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
+        for name, size in (max_memory or {}).items()
+    }
+    fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
+    return limits, fixed
+
+
+def _known(name: str, cluster: Cluster, where: str) -> str:
+    if name not in cluster.names:
+        raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
+    return name
 
 
 def _wanted(spec: Any) -> Iterator[_Wanted]:
@@ -257,6 +283,7 @@ def _build(wanted: list[_Wanted], words: HostWords, text: str) -> Cluster:
         if active is None and (item.memory_bytes is None or device.kind == "cpu"):  # its rates were not given
             notes += detected_notes(device.name)
     hosts = make_hosts(devices, words)
+    devices = with_networks(devices, hosts)
     notes += _assumptions(wanted, devices) + network_note(devices, hosts, words)
     both = [] if active is None else [device.name for device in devices if device.name in active.names]
     known = {(a, b): active.link(a, b) for a in both for b in both if a != b} if active is not None else {}

@@ -11,7 +11,6 @@ from torch import nn
 from autoshard.checkpoint.data import Checkpoint, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
-from autoshard.checkpoint.reading import Progress
 from autoshard.checkpoint.write import standing
 from autoshard.errors import CheckpointError, SpecError
 from autoshard.integrations.pretrained import open_pretrained
@@ -132,13 +131,7 @@ def _is_hub_name(path: str) -> bool:
     return path.count("/") == 1 and not path.startswith((".", "/", "~"))
 
 
-def fill(
-    unfilled: Unfilled,
-    plan: "Plan | Mapping[str, Any] | None",
-    progress: Progress | None = None,
-    *,
-    mapped: bool = True,
-) -> nn.Module:
+def fill(unfilled: Unfilled, plan: "Plan | Mapping[str, Any] | None", *, mapped: bool = True) -> nn.Module:
     """Give every parameter its values on the device it has in the plan, apply the plan and return the model.
 
     `plan`: a `Plan`, a `device_map`, or None for all on the CPU with nothing applied. `mapped`: what the CPU has as the
@@ -147,7 +140,7 @@ def fill(
     """
     model = unfilled.model
     placed = Plan.from_device_map(plan or {"": "cpu"}) if isinstance(plan, Mapping) else plan
-    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped, progress=progress)
+    load_applied(model, placed, unfilled.checkpoint, unfilled.sources, mapped=mapped)
     if placed is not None:
         bring_back_to(model, CPU)
     if isinstance(plan, Mapping):

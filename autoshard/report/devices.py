@@ -128,10 +128,8 @@ LINKS = (*numbers("Link", "Latency"), Column(title="Between", style="bright_blac
 def link_rows(cluster: Cluster) -> list[list[str]]:
     """[rate, latency, pairs] of links that are alike."""
     rows = []
-    for (latency, rate), (count, pairs) in sorted(
-        cluster.links.groups().items(), key=lambda row: row[0][::-1], reverse=True
-    ):
-        shown = ", ".join(f"{source} -> {destination}" for source, destination in pairs)
-        more = f" and {count - 2} more" if count > 2 else ""
+    for (latency, rate), pairs in sorted(cluster.links.groups().items(), key=lambda row: row[0][::-1], reverse=True):
+        shown = ", ".join(f"{source} -> {destination}" for source, destination in pairs[:2])
+        more = f" and {len(pairs) - 2} more" if len(pairs) > 2 else ""
         rows.append([f"{format_number(rate / 1e9)} GB/s", format_seconds(latency), shown + more])
     return rows

@@ -4,7 +4,7 @@ Nothing is remembered from planning. Every alternative is a plan of its own (thi
 device, another mesh) that is priced as plans always are.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -90,44 +90,53 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str, study:
     Raises `SpecError` if `subject` is none of them.
     """
     estimate = study.estimate if study is not None else _price(plan, profile, cluster)
-    if subject in {device.name for device in plan.devices}:
-        return _explained(plan, subject, "device", _device(plan, estimate, subject), estimate, study)
     names = {module.path for module in profile.graph.modules} | {tensor.name for tensor in profile.graph.tensors}
     aliases = {alias: module.path for module in profile.graph.modules for alias in module.aliases}
-    subject = aliases.get(subject, subject)
-    if subject not in names:
+    subject, kind, said = aliases.get(subject, subject), "module", list[str]()
+    if subject in {device.name for device in plan.devices}:
+        kind, said = "device", [*_device(plan, estimate, subject)]
+    elif subject not in names:
         raise SpecError(_unknown(subject, plan, profile))
-    if study is not None and not subject:
-        whole = (*study.reasons[:-1], *study.changes, study.to_fit, study.reasons[-1])
-        return _explained(plan, "the plan", "the plan", whole, estimate, study)
-    if study is not None:
-        return _explained(plan, subject, "module", _over_mesh(plan, subject), estimate, study)
-    look = _cut_module if plan.cuts else _placed_module
-    sentences, found = look(plan, profile, cluster, subject, estimate)
-    return _explained(plan, subject, "module", sentences, estimate, None, found)
-
-
-def _explained(
-    plan: Plan, subject: str, kind: str, sentences: Iterable[str], estimate: Estimate, study: Study | None,
-    found: Sequence[OtherDevice] = (),
-) -> Explanation:  # fmt: skip
-    """Put together what was found; beside a plan for processes stand the best recipes of other meshes."""
-    chosen, unit = _alternative("as planned", plan, estimate), _UNITS.get(plan.objective, "seconds per pass")
-    said = [*sentences, *_verdict(chosen, found)]
+    elif study is not None and not subject:
+        subject = kind = "the plan"
+        said = [*study.reasons[:-1], *study.changes, study.to_fit, study.reasons[-1]]
+    else:
+        describe = _over_mesh if study is not None else _cut_module if plan.cuts else _placed_module
+        said = [*describe(plan, profile, estimate, subject)]
     if study is not None:
         unit = "seconds per step" if plan.workload.training else "seconds per answer"
-        rows = [
+        found = [
             OtherDevice(title=row.mesh, value=row.seconds, lacking_bytes=0, latency_seconds=row.seconds,
                         peak_bytes=row.peak_bytes) for row in study.rows
         ]  # fmt: skip
-        mine = next(at for at, row in enumerate(study.rows) if row.chosen)
-        chosen, found = rows.pop(mine), rows if not subject or kind == "the plan" else ()
+        chosen = found.pop(next(at for at, row in enumerate(study.rows) if row.chosen))
+        found = found if kind == "the plan" else []
     else:
-        found = sorted(found, key=lambda one: (one.lacking_bytes > 0, one.value, one.title))
+        unit, chosen = _UNITS.get(plan.objective, "seconds per pass"), _alternative("as planned", plan, estimate)
+        others = _elsewhere(plan, profile, cluster, subject) if kind == "module" else ()
+        found = [_alternative(title, other, _price(other, profile, cluster)) for title, other in others]
+        found.sort(key=lambda one: (one.lacking_bytes > 0, one.value, one.title))
+        said += _verdict(chosen, found)
     return Explanation(
         subject=subject, kind=kind, sentences=tuple(as_sentence(one) for one in said if one), unit=unit, chosen=chosen,
         alternatives=tuple(found[:MOST_ALTERNATIVES]),
     )  # fmt: skip
+
+
+def _elsewhere(plan: Plan, profile: Profile, cluster: Cluster, subject: str) -> Iterator[tuple[str, Plan]]:
+    """Yield (what, the plan) of other choices for a module: another device, or the whole model on one."""
+    if plan.cuts:
+        first = plan.devices[0].name
+        yield (
+            f"the whole model on {first}",
+            replace(plan, cuts=(), whole=(), mesh=None, stages=(), placements={"": first}),
+        )
+    # What a mesh places is bound by its stages; streaming is planned as a whole: moving one module says nothing true.
+    elif plan.mesh is None and not plan.offloaded:
+        here = set(_entries(plan.placements, subject).values())
+        for name in (device.name for device in cluster.devices if device.name != "disk"):
+            if here != {name}:
+                yield f"all of it on {name}", _moved(plan, profile, subject, name)
 
 
 _UNITS = {"memory": "share of the fullest device", "throughput": "seconds of the busiest device"}
@@ -169,31 +178,22 @@ def _size(profile: Profile, path: str) -> int:
 # Placed modules
 
 
-def _placed_module(
-    plan: Plan, profile: Profile, cluster: Cluster, subject: str, estimate: Estimate
-) -> tuple[list[str], list[OtherDevice]]:
-    """Say where a placed module is and what goes in and out, and price it on every other device."""
+def _placed_module(plan: Plan, profile: Profile, estimate: Estimate, subject: str) -> Iterator[str]:
+    """Say where a placed module is, how full its devices are, and what goes in and out."""
     placed = _entries(plan.placements, subject)
     devices_of_it = list(dict.fromkeys(placed.values()))
-    sentences = [_where(subject, devices_of_it, placed, _size(profile, subject))]
-    sentences += _offloaded(plan, subject)
-    if subject in plan.pins or any(is_below(subject, pin) for pin in plan.pins):
-        sentences.append("It was pinned there by whoever asked for the plan.")
-    sentences += [
-        f"{row.name} is {row.peak_bytes / max(row.memory_bytes, 1):.0%} full at its peak "
-        f"({format_bytes(row.free_bytes)} free)" for row in estimate.devices if row.name in devices_of_it
-    ]  # fmt: skip
-    sentences += _crossing(estimate, subject) if subject else ()
+    yield _where(subject, devices_of_it, placed, _size(profile, subject))
+    yield from _offloaded(plan, subject)
+    if any(is_below(subject, pin) for pin in plan.pins):
+        yield "It was pinned there by whoever asked for the plan."
+    for row in estimate.devices:
+        if row.name in devices_of_it:
+            share = row.peak_bytes / max(row.memory_bytes, 1)
+            yield f"{row.name} is {share:.0%} full at its peak ({format_bytes(row.free_bytes)} free)"
+    if subject:
+        yield from _crossing(estimate, subject)
     if estimate.pipelining is not None:
-        sentences += _stage_sentences(plan, estimate.pipelining, [*placed])
-    found: list[OtherDevice] = []
-    # What a mesh places is bound by its stages; streaming is planned as a whole: moving one module says nothing true.
-    if plan.mesh is None and not plan.offloaded:
-        for name in (device.name for device in cluster.devices if device.name != "disk"):
-            if devices_of_it != [name]:
-                moved = _moved(plan, profile, subject, name)
-                found.append(_alternative(f"all of it on {name}", plan, _price(moved, profile, cluster)))
-    return sentences, found
+        yield from _stage_sentences(plan, estimate.pipelining, [*placed])
 
 
 def _stage_sentences(plan: Plan, run: Pipelining, paths: list[str]) -> Iterator[str]:
@@ -291,25 +291,21 @@ def _verdict(chosen: OtherDevice, found: Sequence[OtherDevice]) -> Iterator[str]
 # Modules of a model that is cut, and of one over a mesh of processes
 
 
-def _cut_module(
-    plan: Plan, profile: Profile, cluster: Cluster, subject: str, estimate: Estimate
-) -> tuple[list[str], list[OtherDevice]]:
-    """Say what of a module is cut, and what is whole and why, and price the model on one device."""
-    cuts = [cut for cut in plan.cuts if _touched(cut, subject)]
+def _cut_module(plan: Plan, profile: Profile, estimate: Estimate, subject: str) -> Iterator[str]:
+    """Say what of a module is cut, and what is whole and why."""
+    cuts = [_cut_sentence(cut, subject) for cut in plan.cuts if _touched(cut, subject)]
     size = format_bytes(_size(profile, subject))
-    sentences = [f"{subject or 'the model'} ({size}) is on every rank{', cut' if cuts else ''}."]
-    sentences += [_cut_sentence(cut, subject) for cut in cuts]
+    yield f"{subject or 'the model'} ({size}) is on every rank{', cut' if cuts else ''}."
+    yield from cuts
     for row in plan.whole:
         names = [join(block, name) for block in row.blocks for name in row.names]
         mine = [name for name in names if is_below(name, subject) or is_below(subject, name)]
         if mine:
             more = f" and {len(mine) - 1} more" if len(mine) > 1 else ""
-            sentences.append(f"{mine[0]}{more} {'are' if more else 'is'} whole on every rank: {row.reason}.")
-    if len(sentences) == 1:
-        sentences.append("Nothing of it is cut, and it has no matrices that could be.")
-    first = plan.devices[0].name
-    alone = replace(plan, cuts=(), whole=(), mesh=None, stages=(), placements={"": first})
-    return sentences, [_alternative(f"the whole model on {first}", plan, _price(alone, profile, cluster))]
+            cuts.append(f"{mine[0]}{more} {'are' if more else 'is'} whole on every rank: {row.reason}.")
+            yield cuts[-1]
+    if not cuts:
+        yield "Nothing of it is cut, and it has no matrices that could be."
 
 
 def _touched(cut: Cut, subject: str) -> list[str]:
@@ -331,7 +327,7 @@ def _cut_sentence(cut: Cut, subject: str) -> str:
     )
 
 
-def _over_mesh(plan: Plan, subject: str) -> list[str]:
+def _over_mesh(plan: Plan, profile: Profile, estimate: Estimate, subject: str) -> list[str]:
     """Say how ranks of a mesh share a module."""
     assert plan.mesh is not None
     parts = []

@@ -63,7 +63,8 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
 
     layers.0: cuda:0, layers.1: cuda:0, layers.2: cuda:1   ->   layers.0-1 (2 x) cuda:0, layers.2 cuda:1
 
-    Where that leaves many rows (experts of some layers, say), all of a class in one place are one.
+    Where modules are offloaded, or that leaves many rows (experts of some layers, say), all of a class in one place are
+    one row.
     """
     modules = {module.path: module for module in profile.modules}
     tensors = {tensor.name: tensor for tensor in profile.graph.tensors}
@@ -87,7 +88,7 @@ def placed_rows(plan: Plan, profile: Profile) -> list[PlacedRow]:
         return same and counts_up(last.path, row.path) >= 0
 
     found = runs(rows, follows)
-    if len(found) > SCATTERED:
+    if plan.offloaded or len(found) > SCATTERED:
         groups: dict[tuple[str, str], list[PlacedRow]] = {}
         for row in rows:
             groups.setdefault((row.class_name, row.device), []).append(row)

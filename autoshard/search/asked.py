@@ -52,7 +52,7 @@ def plan_asked(
     if chosen is not None:
         return chosen.plan
     measured = measured_for(model, inputs, workload, known)
-    from autoshard.cluster.limits import limited_to
+    from autoshard.cluster.parse import limited_to
     from autoshard.search.fewer_bits import with_hint
 
     plan = plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
@@ -66,7 +66,7 @@ def chosen_for(
     assume_independent_rows: bool = False, in_memory: Collection[str] = (), wishes: Mapping[str, Any] | None = None,
 ) -> "Chosen | None":  # fmt: skip
     """Plan for one process per device where that is asked for or worth it; None where one process is planned."""
-    from autoshard.cluster.limits import limited_to
+    from autoshard.cluster.parse import limited_to
     from autoshard.search.choose import Wishes, choose
 
     alone = "a pin" if pins else "a tp_plan" if tp_plan is not None else ""

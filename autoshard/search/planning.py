@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autoshard.cluster.cluster import RESERVED, Cluster
-from autoshard.cluster.limits import limited_to, limits_and_pins
+from autoshard.cluster.parse import limited_to, limits_and_pins
 from autoshard.common.collector import no_collection
 from autoshard.common.sizes import format_bytes
 from autoshard.errors import PlanError, SpecError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.limits import limited_to
+from autoshard.cluster.parse import limited_to
 from autoshard.errors import CaptureError, PlanError
 from autoshard.runtime.collectives import count_processes
 

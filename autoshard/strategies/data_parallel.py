@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import permutations
 
-from autoshard.cluster.cluster import Cluster, plan_devices
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate
@@ -70,7 +70,7 @@ def data_parallel(profile: Profile, cluster: Cluster, batch: BatchAxis, *, objec
         strategy="data-parallel",
         objective=objective,
         workload=profile.workload,
-        devices=plan_devices(best),
+        devices=tuple(plan_device(d) for d in best.devices),
         placements={"": best.devices[0].name},
         mesh=Mesh(dp=len(best.devices), shares=() if even else best.rows),
         batch=batch,

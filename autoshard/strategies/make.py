@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import cast
 
-from autoshard.cluster.cluster import Cluster, plan_devices
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.engine.offloaded import compute_devices, streaming_bound
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
@@ -130,7 +130,7 @@ def _plan(
         strategy=strategy,
         objective=objective,
         workload=profile.workload,
-        devices=plan_devices(cluster),
+        devices=tuple(plan_device(d) for d in cluster.devices),
         placements=dict(found.placements),
         mixed_device=found.flow.mixed_device,
         written_back=found.flow.written_back,

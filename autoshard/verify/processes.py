@@ -147,7 +147,7 @@ def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
     rows = {one.path for one in batch.outputs if one.how == "cat" or one.path.rpartition(".")[2] == "loss"}
     if not any(path in rows and tensor.is_floating_point() for path, tensor in tensors_in(output)):
         raise VerifyError("no output of the model is known to have rows and numbers, so there is no loss to compare.")
-    return loss_of(output, "the model", rows.__contains__)
+    return loss_of(output, rows.__contains__)
 
 
 def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks) -> Verification:

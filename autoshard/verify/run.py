@@ -107,7 +107,7 @@ def run(
         results += list(_first_pass(model, work, device, optimizer))
         if measure is not None and not work.new_tokens:
             measure()
-            _pass(model, work, device, lambda output: training_loss(output, type(model).__name__))
+            _pass(model, work, device, lambda made: training_loss(made, type(model).__name__))
             if optimizer is not None:
                 optimizer.step()
     if work.new_tokens:
@@ -123,9 +123,9 @@ def _first_pass(
     model: nn.Module, work: Work, device: torch.device | None, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[RunResult]:
     """The pass, or step, that is compared."""
-    name, whole = type(model).__name__, whole_tensors(model)
+    whole = whole_tensors(model)
     args, kwargs, output, loss = _pass(
-        model, work, device, lambda made: loss_of(made, name, lambda path: path not in work.staying_cut)
+        model, work, device, lambda made: loss_of(made, lambda path: path not in work.staying_cut)
     )
     yield from results_of("forward", "", "output", output)
     for path, buffer in model.named_buffers():
@@ -142,7 +142,7 @@ def _first_pass(
 
 
 def _pass(
-    model: nn.Module, work: Work, device: torch.device | None, loss_of: Callable[[Any], torch.Tensor]
+    model: nn.Module, work: Work, device: torch.device | None, to_loss: Callable[[Any], torch.Tensor]
 ) -> tuple[tuple, dict[str, Any], Any, torch.Tensor | None]:
     """A forward, in training with its backward: (arguments, those by name, output, loss)."""
     args, kwargs = _copied((work.args, work.kwargs), device)
@@ -150,7 +150,9 @@ def _pass(
         return args, kwargs, _listed(model(*args, **kwargs)), None
     model.zero_grad()
     output = _listed(model(*args, **kwargs))
-    loss = loss_of(output)
+    loss = to_loss(output)
+    if not loss.requires_grad:  # this says what can't be trained
+        loss = training_loss(output, type(model).__name__)
     loss.backward()
     return args, kwargs, output, loss
 
@@ -213,25 +215,18 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     return map_tensors(copy.deepcopy(detached), move)
 
 
-def loss_of(output: Any, name: str, counts: Callable[[str], bool] = lambda path: True) -> torch.Tensor:
+def loss_of(output: Any, counts: Callable[[str], bool]) -> torch.Tensor:
     """The output's own loss, else the sum of log(1 + x²) over the tensors whose paths count.
 
     It adds up over the rows of a batch, its gradient is no constant (which a copy between devices makes dense, and
-    kernels may round the two otherwise), and what normalises hides no error behind a gradient of zero. `name`: of the
-    model, for the error that is raised where nothing can be differentiated.
+    kernels may round the two otherwise), and what normalises hides no error behind a gradient of zero.
     """
-    found = {
-        id(tensor): (path, tensor) for path, tensor in tensors_in(output)
-        if tensor.requires_grad and tensor.is_floating_point()
-    }  # fmt: skip
-    own = next((tensor for path, tensor in found.values() if path.rpartition(".")[2] == "loss"), None)
+    found = {id(one): (path, one) for path, one in tensors_in(output) if one.is_floating_point()}
+    own = next((one for path, one in found.values() if path.rpartition(".")[2] == "loss"), None)
     if own is not None:
         return own.sum()
-    parts = [
-        torch.log1p((tensor if tensor.dtype == torch.float64 else tensor.float()) ** 2).sum().to("cpu", torch.float32)
-        for path, tensor in found.values() if counts(path)
-    ]  # fmt: skip
-    return torch.stack(parts).sum() if parts else training_loss(output, name)
+    wide = [one if one.dtype == torch.float64 else one.float() for path, one in found.values() if counts(path)]
+    return sum((torch.log1p(one**2).sum().to("cpu", torch.float32) for one in wide), torch.zeros(()))
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:

@@ -13,6 +13,7 @@ from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source, whole_entr
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.reading import read_into
 from autoshard.checkpoint.traced import leaf, traced
+from autoshard.common.progress import watched_by
 from autoshard.errors import CheckpointError
 from autoshard.runtime.pinned import Uploads
 
@@ -45,7 +46,7 @@ def test_all_dtypes_arrive_bit_for_bit(tmp_path):
     report = read_into(
         checkpoint, sources, [ReadTarget(source=name, tensor=one[name]) for one in found for name in one]
     )
-    assert report.bytes_read == sum(entry.nbytes for entry in checkpoint.entries.values())
+    assert report == sum(entry.nbytes for entry in checkpoint.entries.values())
     for name, value in tensors.items():
         assert (checkpoint.entries[name].dtype, checkpoint.entries[name].shape) == (value.dtype, tuple(value.shape))
         for one in found:
@@ -74,7 +75,7 @@ def test_boxes_are_cast_and_read_once(tmp_path):
         report = read_into(checkpoint, plain(checkpoint, dtype), [*boxes, twice])
         assert torch.equal(whole[4:16, 30:], value.to(dtype)[4:16, 30:]) and (whole[:4] == 77).all()
         assert torch.equal(twice.tensor, whole[4:8, 30:])
-        assert report.bytes_read == 12 * 40 * 2
+        assert report == 12 * 40 * 2
 
 
 def test_fused_tensors_are_read_from_many(tmp_path):
@@ -89,7 +90,7 @@ def test_fused_tensors_are_read_from_many(tmp_path):
     sources = {"fused": Source(shape=(3, 4, 10), dtype=torch.float32, made=made)}
     whole, part = torch.empty(3, 4, 10), torch.empty(1, 4, 3)
     targets = [ReadTarget(source="fused", tensor=whole), ReadTarget(source="fused", tensor=part, begin=(2, 0, 4))]
-    assert read_into(checkpoint, sources, targets).bytes_read == 6 * 80
+    assert read_into(checkpoint, sources, targets) == 6 * 80
     assert torch.equal(whole, fused(parts)) and torch.equal(part, whole[2:, :, 4:7])
 
 
@@ -97,8 +98,9 @@ def test_a_file_that_changes_or_goes_is_named(tmp_path):
     file = tmp_path / "m.safetensors"
     checkpoint = write(file, w=torch.randn(400, 128))
     target = ReadTarget(source="w", tensor=torch.empty(400, 128))
-    with pytest.raises(CheckpointError, match="was changed while it was read"):
-        read_into(checkpoint, plain(checkpoint), [target], progress=lambda *_: os.utime(file, ns=(5, 5)))
+    touch = watched_by(lambda *_: os.utime(file, ns=(5, 5)))
+    with pytest.raises(CheckpointError, match="was changed while it was read"), touch:
+        read_into(checkpoint, plain(checkpoint), [target])
     os.truncate(file, 60_000)
     with pytest.raises(CheckpointError, match=r"m\.safetensors became shorter"):
         read_into(checkpoint, plain(checkpoint), [target])
@@ -125,19 +127,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path):
 
 def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path, monkeypatch):
     checkpoint = write(tmp_path / "m.safetensors", w=torch.ones(1 << 20), v=torch.ones(3))
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int | None]] = []
     targets = [ReadTarget(source=name, tensor=empty(source)) for name, source in plain(checkpoint).items()]
-    read_into(checkpoint, plain(checkpoint), targets, progress=lambda *bytes_: seen.append(bytes_))
+    with watched_by(lambda *told: seen.append(told)):
+        read_into(checkpoint, plain(checkpoint), targets)
     total = (1 << 22) + 12
-    assert seen[-1] == (total, total) and seen == sorted(seen)
+    assert seen[-1] == ("bytes", total, total) and seen == sorted(seen)
 
-    def interrupt(done: int, total: int) -> None:
+    def interrupt(unit: str, done: int, total: int | None) -> None:
         raise KeyboardInterrupt
 
     finished = []  # copies that are on their way are waited for: whoever catches this may free the targets
     monkeypatch.setattr(Uploads, "finish", lambda uploads: finished.append(uploads))
-    with pytest.raises(KeyboardInterrupt):
-        read_into(checkpoint, plain(checkpoint), targets, progress=interrupt)
+    with pytest.raises(KeyboardInterrupt), watched_by(interrupt):
+        read_into(checkpoint, plain(checkpoint), targets)
     assert len(finished) == 1
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from autoshard.cluster.calibrate import calibrate
-from autoshard.cluster.disk import measure_disk
+from autoshard.cluster.calibrate import calibrate, measure_disk
 from autoshard.cluster.links import LOOPBACK
 from autoshard.cluster.parse import parse_devices
 
@@ -27,13 +26,13 @@ def test_measured_devices_keep_their_memory():
         assert 0 < new.launch_seconds < 1e-2
     assert after.devices[0].flops_per_second == after.devices[1].flops_per_second
     assert after.links == before.links
-    assert after.between_processes().link("cpu:0", "cpu:1").latency_seconds == LOOPBACK[1]  # no copy in memory
+    assert after.between_processes().link("cpu:0", "cpu:1").latency_seconds == LOOPBACK[0]  # no copy in memory
 
 
 def test_the_disk_is_measured(tmp_path, monkeypatch):
     """On a file that goes without a trace; within its seconds, also where writing is slow."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autoshard.cluster.disk.MOST_BLOCKS", 4)
+    monkeypatch.setattr("autoshard.cluster.calibrate.MOST_BLOCKS", 4)
     before = parse_devices({"cuda:0": "1GiB", "disk": "10GiB"})
     found = measure_disk(".")
     if found is None:

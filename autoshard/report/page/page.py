@@ -7,6 +7,7 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, LINK_EFFICIENCY, MEMORY_EFFICIENCY
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Estimate, RankEstimate, level
 from autoshard.plan import Plan
@@ -17,7 +18,6 @@ from autoshard.report.layout import Column, Table, format_number, numbers
 from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
 from autoshard.report.page.lanes import events_of, timeline_data
 from autoshard.report.page.places import Places, places_of
-from autoshard.report.page.sources import efficiency, formulas
 from autoshard.report.ranks import ranks_label, stage_table
 from autoshard.report.rows import (
     TransferRow,
@@ -307,3 +307,29 @@ def _decisions(plan: Plan) -> tuple[object, ...]:
     """What makes two plans the same."""
     order = plan.mesh, plan.stages, plan.num_microbatches, plan.schedule
     return dict(plan.placements), plan.cuts, dict(plan.offloaded), *order
+
+
+# ---- what figures rest on
+
+FORMULAS = (
+    ("Seconds of an op", "max(FLOPs ÷ rate of its dtype, bytes moved ÷ memory bandwidth) + launch time"),
+    ("Seconds of a copy", "latency of the link + bytes ÷ its bandwidth"),
+    ("Seconds of the optimizer", "bytes it reads and writes ÷ memory bandwidth"),
+    ("Peak memory", "tensors alive at the fullest moment of the recorded run, in the allocator's blocks, + overhead"),
+    ("Lower bound", "every op on the device that is fastest for it, copies free, memory without end"),
+)
+
+
+def formulas(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """What a plan of one process is priced by; for processes there is more to it."""
+    return () if plan.launch else FORMULAS
+
+
+def efficiency(plan: Plan) -> str:
+    """What of published peaks is counted on."""
+    if plan.launch:
+        return "What kernels and collectives reach of these peaks is fitted on published runs, per generation of cards."
+    return (
+        f"Published peaks count {COMPUTE_EFFICIENCY:.0%} for compute, {MEMORY_EFFICIENCY:.0%} for memory and "
+        f"{LINK_EFFICIENCY:.0%} for links, unless the figures were measured."
+    )
