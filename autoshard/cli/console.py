@@ -44,7 +44,7 @@ def command(run: Callable[..., None]) -> Callable[..., None]:
     A parameter that is a dataclass (`options.py`) stands for an option per field.
     """
     wanted = inspect.signature(run).parameters.values()
-    groups = {one.name: one.annotation for one in wanted if is_dataclass(one.annotation)}
+    groups: dict[str, Any] = {one.name: one.annotation for one in wanted if is_dataclass(one.annotation)}
 
     def started(**given: Any) -> None:
         try:

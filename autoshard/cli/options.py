@@ -12,10 +12,10 @@ from autoshard.plan import choices
 from autoshard.plan.workload import Workload
 
 
-def _option(default: Any, *names: str, metavar: str | None = None, help: str, **limits: int) -> Any:
+def _option(default: Any, *names: str, metavar: str | None = None, help: str, min: int | None = None) -> Any:
     """An option whose help says what the default is, where there is one to know of."""
     shown = isinstance(default, str)
-    return typer.Option(default, *names, metavar=metavar, help=help, show_default=shown, **limits)
+    return typer.Option(default, *names, metavar=metavar, help=help, show_default=shown, min=min)
 
 
 TargetName = Annotated[

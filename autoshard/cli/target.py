@@ -203,7 +203,7 @@ def _call(path: Path, what: str, run: Callable[[], Any]) -> Any:
 
 def _own_traceback(error: BaseException, path: Path) -> str:
     """What was raised, and the calls from the user's file on, without ours."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = list(traceback.extract_tb(error.__traceback__))
     own = [i for i, one in enumerate(frames) if os.path.abspath(one.filename) == os.path.abspath(path)]
     frames = [one for one in frames[own[0] :] if not one.filename.startswith(_OWN)] if own else []
     if len(frames) > MOST_CALLS:  # the outermost and the innermost tell most
