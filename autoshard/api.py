@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from autoshard.common.progress import shown_progress, watched_by
+from autoshard.common.progress import shown_progress
 from autoshard.engine.estimate import Estimate
 from autoshard.errors import SpecError
 from autoshard.plan import Plan, refuse_priced_alone
@@ -298,10 +298,6 @@ def load(
         )  # fmt: skip
     if isinstance(plan, Plan):
         plan = completed(unfilled.model, plan, inputs, assume_independent_rows=assume_independent_rows)
-    if callable(progress):
-        told = progress
-        with watched_by(lambda unit, done, total: told(done, total or 0) if unit == "bytes" else None):
-            return fill(unfilled, plan, mapped=mapped)
     with shown_progress("loading", progress):
         return fill(unfilled, plan, mapped=mapped)
 

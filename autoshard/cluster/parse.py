@@ -43,7 +43,7 @@ from autoshard.cluster.network import (
 from autoshard.common.sizes import format_bytes, parse_bytes, shown
 from autoshard.errors import SpecError
 from autoshard.plan import PlanDevice
-from autoshard.plan.choices import DeviceName, Size
+from autoshard.plan.choices import DeviceName, Size, did_you_mean
 
 MAX_DEVICES = 1024
 MACHINE = 8
@@ -53,6 +53,9 @@ FORMS = (
     "cuda:0=20GiB,cpu=60GiB, or the path of a cluster file ending in .json."
 )
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mlu", "musa", "disk")
+
+_NEARLY = re.compile(r"\s*([A-Za-z]+)[-_: ]*([0-9]{0,4})\s*")
+"""What may have been meant as the name of a device."""
 
 Devices = DeviceName | Sequence[DeviceName] | Mapping[Any, Size] | os.PathLike[str] | Cluster
 """What `parse_devices` takes: the forms of the module docstring, and a `Cluster`."""
@@ -118,11 +121,22 @@ def canonical_name(name: Any) -> str:
         return kind if kind == "mps" else f"{kind}:{name}"
     match = re.fullmatch(r"\s*([a-z]+)(?::([0-9]{1,4}))?\s*", name) if isinstance(name, str) else None
     if match is None or match[1] not in DEVICE_TYPES or (match[1] == "disk" and match[2]):
-        raise SpecError(f"{shown(name)} is not a device name. {FORMS}")
+        raise SpecError(f"{shown(name)} is not a device name.{_nearest_name(name) or f' {FORMS}'}")
     kind, index = match[1], match[2]
     if index is None:
         return kind if kind in ("cpu", "mps", "disk") else f"{kind}:0"
     return kind if kind == "mps" and int(index) == 0 else f"{kind}:{int(index)}"
+
+
+def _nearest_name(name: Any) -> str:
+    """Return " Did you mean cuda:0?" for "cuda0", "gpu:0" or "cdua:0"; nothing where no name is near."""
+    parts = _NEARLY.fullmatch(str(name))
+    if parts is None:
+        return ""
+    kind, index = parts[1].lower(), int(parts[2] or 0)
+    kind = (accelerator_type() or "cuda") if kind == "gpu" else kind
+    known = [one if one in ("cpu", "mps", "disk") and not index else f"{one}:{index}" for one in DEVICE_TYPES]
+    return did_you_mean(kind if kind in known else f"{kind}:{index}", known)
 
 
 def limited_to(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
@@ -241,8 +255,9 @@ def _item(text: str, host: str) -> Iterator[_Wanted]:
     if re.fullmatch(r"\s*[a-z]+(:[0-9]+)?\s*", text) and text.strip().partition(":")[0] in DEVICE_TYPES:
         yield _Wanted(name=canonical_name(text), host=host)
         return
-    if re.match(rf"({'|'.join(DEVICE_TYPES)}|gpu)\b|[a-z]+:[0-9]", text, re.IGNORECASE):
-        canonical_name(text)  # raises: no card has such a name
+    nearly = _NEARLY.fullmatch(text)
+    if (nearly is not None and nearly[1].lower() in (*DEVICE_TYPES, "gpu")) or re.fullmatch(r"[a-z]+:[0-9]+", text):
+        canonical_name(text)  # raises: says which name was meant
     count = 1
     repeated = re.fullmatch(r"([0-9]+)\s*[xX×*]\s*(.+)", text, re.DOTALL)
     if repeated is None and not _is_size(text) and not _is_hardware(text):

@@ -37,11 +37,16 @@ def watched_by(watcher: Watcher | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_progress(what: str, show: bool | None = None) -> Iterator[None]:
-    """Show on stderr what is being done, how much of it, and how fast. `show`: None for where stderr is a terminal.
+def shown_progress(what: str, show: Callable[[int, int], None] | bool | None = None) -> Iterator[None]:
+    """Show on stderr what is being done, how much of it, and how fast.
 
+    `show`: None for where stderr is a terminal; or a function that is called with how much is done, and with all of it.
     Work that tells nothing has a bar that only moves. Inside another such block the bar of that one shows it.
     """
+    if callable(show):
+        with watched_by(lambda unit, done, total: show(done, total or 0)):
+            yield
+        return
     if show is False or (show is None and not sys.stderr.isatty()) or _watcher.get() is not None:
         yield
         return
