@@ -1,7 +1,7 @@
 """compare, explain, report and trace: what other plans would cost, why this one, as a page, and as a trace."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,8 +9,8 @@ import typer
 
 from autoshard.cli import options as o
 from autoshard.cli.console import command, errors, output, print_json, step
-from autoshard.cli.opening import Opened, choose, is_plan, make_plan, open_plan
-from autoshard.cli.steps import devices_of, load, load_to_run, profile_of
+from autoshard.cli.opening import Opened, is_plan, make_plan, open_plan
+from autoshard.cli.steps import capturing, devices_of, load, load_to_run
 from autoshard.cli.target import UserCodeError
 from autoshard.common.files import check_writable, write_whole
 from autoshard.errors import CaptureError, PlanError, SpecError
@@ -39,22 +39,14 @@ def compare_command(
 ) -> None:
     """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
     from autoshard.report.compared import comparison_document, print_comparison
-    from autoshard.search.compared import compare_processes
-    from autoshard.search.comparing import compare_all
-    from autoshard.search.request import Request
+    from autoshard.report.reporting import compare
 
     settings, workload = comparing.settings(), asked.workload()
     cluster = devices_of(devices, settings["max_memory"])
     loaded = load(target, workload)
-    chosen = choose(loaded, workload, cluster, {"strategy": "auto", **settings})
-    with step("planning with every strategy"):
-        if chosen is not None:
-            found = compare_processes(chosen, cluster)
-        else:
-            profile = profile_of(loaded)
-            found = compare_all(
-                Request(model=loaded.model, inputs=loaded.inputs, profile=profile, cluster=cluster, **settings)
-            )
+    workload = replace(loaded.workload, batch_size=workload.batch_size)
+    with capturing(loaded, "planning with every strategy"):
+        found = compare(loaded.model, cluster, inputs=loaded.inputs, workload=workload, **settings)
     if as_json:
         print_json(comparison_document(found, title=loaded.title))
     else:

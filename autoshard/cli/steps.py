@@ -60,12 +60,12 @@ def profile_of(target: "Target") -> "Profile":
 
 
 @contextlib.contextmanager
-def capturing(target: "Target") -> Iterator[None]:
+def capturing(target: "Target", what: str = "running the model without its weights") -> Iterator[None]:
     """Say that the model runs, and add to what goes wrong how to help."""
     # What torch logs about a failing op is in the error already.
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
-        with step("running the model without its weights"):
+        with step(what):
             yield
     except CaptureError as error:
         raise CaptureError(f"{error} {target.hint}".strip()) from error

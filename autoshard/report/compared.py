@@ -1,6 +1,5 @@
 """A comparison of strategies, for a terminal of 80 columns and as a document."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,14 +78,6 @@ def _why(found: Comparison) -> list[str]:
         sentences.append(
             f"With one process per device (torchrun) {one.name} would be {1 - one.value / chosen.value:.0%} better."
         )
-    priced = [one for one in found.peers if one.estimate is not None]
-    fitting = [one for one in priced if one.estimate is not None and one.estimate.fits and math.isfinite(one.value)]
-    if fitting:
-        one = min(fitting, key=lambda row: row.value)
-        sentences.append(f"{one.name} takes {one.value / chosen.value:.2f} times as much.")
-    too_large = [one.name for one in priced if one.estimate is not None and not one.estimate.fits]
-    if too_large:
-        sentences.append(f"{', '.join(too_large)}: a device would run out of memory.")
     return [*sentences, *(f"{reason}." for reason in chosen.plan.reasons[:2])]
 
 

@@ -145,26 +145,10 @@ def count_parameters(profile: Profile) -> int:
     return sum(t.nbytes // t.dtype.itemsize for t in by_storage.values())
 
 
-def sentences(plan: Plan, estimate: Estimate, profile: Profile) -> list[str]:
-    """What the model is, and how the devices work together."""
+def about_model(profile: Profile) -> str:
+    """What the model is, in a sentence."""
     weights = format_bytes(profile.parameter_bytes + profile.buffer_bytes)
-    return [
+    return (
         f"{profile.modules[0].class_name} has {format_count(count_parameters(profile))} parameters, {weights}; "
-        f"{what_is_timed(profile)} takes {format_flops(profile.flops)}, mostly in {profile.dtype}.",
-        _how(plan, estimate),
-    ]
-
-
-def _how(plan: Plan, estimate: Estimate) -> str:
-    used = [device.name for device in estimate.devices if device.compute_seconds > 0]
-    pipelining, mesh = estimate.pipelining, plan.mesh
-    if pipelining is not None:
-        count = pipelining.num_microbatches
-        return f"{count} micro-batches go through {len(pipelining.stages)} stages ({pipelining.schedule})."
-    if mesh is not None and mesh.size > 1:
-        return f"The devices form a mesh of {', '.join(f'{n}={d}' for n, d in mesh.degrees.items() if d > 1)}."
-    if plan.cuts:
-        return f"Parameters are cut over {len(plan.devices)} devices, which all work on the same pass."
-    if len(used) == 1:
-        return f"Everything computes on {used[0]}." if not plan.offloaded else f"{used[0]} computes everything."
-    return f"Whole modules are on {len(used)} devices, which take turns on one input."
+        f"{what_is_timed(profile)} takes {format_flops(profile.flops)}, mostly in {profile.dtype}."
+    )

@@ -48,13 +48,6 @@ def refuse_unless_checkable(model: nn.Module, plan: Plan) -> None:
             "check_first_batch=True needs the whole model beside the applied one, and this plan keeps "
             f"{len(plan.offloaded)} modules off their devices. Apply it without, or compare with autoshard.verify."
         )
-    try:
-        copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
-    except Exception as error:  # whatever the model's attributes raise
-        raise ApplyError(
-            f"check_first_batch=True runs copies of the model, and this {type(model).__name__} can't be copied: "
-            f"{first_line(error)}. Apply the plan without it."
-        ) from error
 
 
 def check_at_first_call(model: nn.Module) -> nn.Module:
@@ -131,15 +124,21 @@ def _compare(model: nn.Module, args: tuple, kwargs: dict) -> None:
         raise VerifyError(_message(model, divide, errors.first, expected))
 
 
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy of an applied model with the same parameters; buffers and what forwards write are its own."""
-    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+def _copied(model: nn.Module, shared: bool = True) -> nn.Module:
+    """A copy of an applied model, with the same parameters if `shared`; buffers and what forwards write are its own."""
+    try:
+        return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()} if shared else {})
+    except Exception as error:  # whatever the model's attributes raise
+        raise VerifyError(
+            f"check_first_batch=True runs copies of the model, and this {type(model).__name__} can't be copied: "
+            f"{first_line(error)}. Apply the plan without it."
+        ) from error
 
 
 def _in_one_piece(model: nn.Module) -> nn.Module:
     """A copy of an applied model that runs its batch whole, on the placed modules; where parameters are cut, whole."""
     if cut_record(model) is not None:
-        return remove(copy.deepcopy(model))
+        return remove(_copied(model, shared=False))
     made = _copied(model)
     runtime = _runtime(made)
     runtime.record = replace(runtime.record, division=None)

@@ -167,10 +167,9 @@ def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
     assert text.count('<tr class="chosen">') == 1 and all(row.name in text for row in rows)
 
 
-def test_the_summary_says_how_the_plan_works():
-    assert "computes everything" in page("offloaded") and "Whole modules are on 3 devices" in page("placements")
-    assert "cut over 2 devices" in page("cuts") and "with what it is tied to" in page("cuts")
-    assert "if passes overlap" not in page("training") and "micro-batches go through 2 stages" in page("pipeline")
+def test_the_page_says_what_is_cut():
+    assert "cut over 2" in page("cuts") and "with what it is tied to" in page("cuts")
+    assert "if passes overlap" not in page("training")
 
 
 def test_a_pipeline_is_printed_within_80_columns_and_its_events_are_left_to_the_trace():

@@ -27,7 +27,7 @@ from autoshard.report.rows import (
     transfer_rows,
     transfer_table,
 )
-from autoshard.report.summary import fullest_row, moved_row, sentences, time_rows, unit_of, verdict
+from autoshard.report.summary import about_model, fullest_row, moved_row, time_rows, unit_of, verdict
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.sizes import Cell
 from autoshard.search.study import Study
@@ -61,7 +61,7 @@ def make_page(
         title=title or profile.modules[0].class_name, workload=describe_workload(plan.workload, profile.dtype),
         plan=plan, estimate=estimate, profile=profile, verdict=verdict(plan, estimate),
         figures=[*time_rows(plan, estimate, profile), fullest_row(estimate), *moved_row(estimate)],
-        sentences=sentences(plan, estimate, profile),
+        about=about_model(profile),
         to_fit="" if study is None else study.to_fit,
         start=start.partition(": ")[2],
         devices=[_device(device, label, cluster) for device, label in device_runs(estimate.devices)],
