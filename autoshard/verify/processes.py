@@ -144,10 +144,11 @@ def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) 
 
 def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
     """The model's own loss; else one of what has rows."""
-    rows = {one.path for one in batch.outputs if one.how == "cat" or one.path.rpartition(".")[2] == "loss"}
-    if not any(path in rows and tensor.is_floating_point() for path, tensor in tensors_in(output)):
+    rows = {one.path: one.dim for one in batch.outputs if one.how == "cat"}
+    own = any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
+    if not own and not any(path in rows and one.is_floating_point() for path, one in tensors_in(output)):
         raise VerifyError("no output of the model is known to have rows and numbers, so there is no loss to compare.")
-    return loss_of(output, rows.__contains__)
+    return loss_of(output, rows.get)
 
 
 def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks) -> Verification:

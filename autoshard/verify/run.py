@@ -125,7 +125,7 @@ def _first_pass(
     """The pass, or step, that is compared."""
     whole = whole_tensors(model)
     args, kwargs, output, loss = _pass(
-        model, work, device, lambda made: loss_of(made, lambda path: path not in work.staying_cut)
+        model, work, device, lambda made: loss_of(made, lambda path: None if path in work.staying_cut else 0)
     )
     yield from results_of("forward", "", "output", output)
     for path, buffer in model.named_buffers():
@@ -215,18 +215,29 @@ def _copied(value: Any, device: torch.device | None) -> Any:
     return map_tensors(copy.deepcopy(detached), move)
 
 
-def loss_of(output: Any, counts: Callable[[str], bool]) -> torch.Tensor:
-    """The output's own loss, else the sum of log(1 + x²) over the tensors whose paths count.
+def loss_of(output: Any, rows_of: Callable[[str], int | None]) -> torch.Tensor:
+    """The output's own loss, else a weighted sum of log(1 + x²) over the tensors that count.
 
-    It adds up over the rows of a batch, its gradient is no constant (which a copy between devices makes dense, and
-    kernels may round the two otherwise), and what normalises hides no error behind a gradient of zero.
+    It adds up over rows. Its gradient is no constant, which a copy between devices makes dense, and kernels may round
+    the two otherwise; and weights differ along a row, since all that normalises would hide errors behind a gradient of
+    zero. `rows_of`: the dimension of the rows of a tensor, by its path; None: it does not count.
     """
     found = {id(one): (path, one) for path, one in tensors_in(output) if one.is_floating_point()}
     own = next((one for path, one in found.values() if path.rpartition(".")[2] == "loss"), None)
     if own is not None:
         return own.sum()
-    wide = [one if one.dtype == torch.float64 else one.float() for path, one in found.values() if counts(path)]
-    return sum((torch.log1p(one**2).sum().to("cpu", torch.float32) for one in wide), torch.zeros(()))
+    parts = torch.zeros(())
+    for path, one in found.values():
+        rows = rows_of(path)
+        if rows is None:
+            continue
+        finite = (one if one.dtype == torch.float64 else one.float()).nan_to_num(0.0, 0.0, 0.0).clamp(-1e18, 1e18)
+        terms = torch.log1p(finite**2)
+        if terms.dim() > 1 and rows != terms.dim() - 1:
+            weights = 2 + torch.arange(terms.shape[-1], dtype=torch.float32).cos()
+            terms = terms * weights.to(terms.device, terms.dtype)
+        parts = parts + terms.sum().to("cpu", torch.float32)
+    return parts
 
 
 def optimizer_of(name: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:

@@ -1,6 +1,5 @@
 """The page of a plan of any kind: what its estimate has, as tables and pictures, and the data that its script draws."""
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import resources
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from jinja2 import Template
 
 MOST_LANES = 16
+MOST_CURVES = 4
 OUTSIDE = "context, allocator"
 """What is taken of a device beside tensors: it is there all the time."""
 
@@ -57,6 +57,7 @@ def make_page(
     parts = [part for part in PARTS if any(device.parts[part] for device in estimate.devices)]
     every = [*capture_notes(profile), *estimate_notes(estimate), *map(as_sentence, (*notes, *cluster.notes))]
     cells = cells if study is None else study.cells
+    by_peak = sorted(ranks, key=lambda rank: -rank.peak_bytes)
     return _template().render(
         title=title or profile.modules[0].class_name, workload=describe_workload(plan.workload, profile.dtype),
         plan=plan, estimate=estimate, profile=profile, verdict=verdict(plan, estimate),
@@ -67,7 +68,7 @@ def make_page(
         devices=[_device(device, label, cluster) for device, label in device_runs(estimate.devices)],
         parts={f"{part} {format_bytes(_sum(estimate, part))}": PARTS[part] for part in parts},
         part_colours=PARTS,
-        moments=[_moments(rank, plan, estimate) for rank in _shown_ranks(ranks)],
+        moments=[_moments(rank, plan, estimate) for rank in _evenly(by_peak, MOST_CURVES)],
         kinds=_kinds(ranks),
         spent=[_spent(rank, plan, estimate) for rank in _evenly(ranks, MOST_LANES)],
         spent_colours=SPENT,
@@ -91,7 +92,7 @@ def make_page(
         hardware=device_table(cluster, sources=True),
         links=Table(label="Links", columns=LINKS, rows=link_rows(cluster)),
         plan_json=plan.to_json(),
-        data=_embedded({"timeline": timeline, "kinds": KINDS}),
+        data={"timeline": timeline, "kinds": KINDS},
         style=_page_file("page.css"), script=_page_file("page.js"),
     )  # fmt: skip
 
@@ -127,14 +128,9 @@ def _template() -> "Template":
         loader=PackageLoader("autoshard.report.page", "."), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False, "allow_nan": False}
     environment.filters |= {"bytes": format_bytes, "seconds": format_seconds, "number": format_number}
     return environment.get_template("page.html.j2")
-
-
-def _embedded(data: Any) -> str:
-    """JSON that can stand inside a script element: no "</" in it."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
 def _page_file(name: str) -> str:
@@ -166,15 +162,6 @@ def _device(device: DeviceEstimate, label: str, cluster: Cluster) -> dict[str, A
         "bar": ", ".join([*(f"{name} {format_bytes(nbytes)}" for name, nbytes in parts.items()), left]),
         "limit": 100 * device.memory_bytes / full,
     }
-
-
-def _shown_ranks(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
-    """The fullest class of ranks first, then the others that differ most: the first, the last, the emptiest."""
-    by_peak = sorted(ranks, key=lambda rank: -rank.peak_bytes)
-    found: list[RankEstimate] = []
-    for rank in (*by_peak[:1], *ranks[:1], *ranks[-1:], *by_peak[-1:]):
-        found += [rank] if rank not in found else []
-    return found
 
 
 def _evenly(ranks: Sequence[RankEstimate], most: int) -> list[RankEstimate]:
