@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import cluster_of
 from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.placement import resolve_execution_devices
@@ -75,11 +74,6 @@ def is_here(name: str) -> bool:
     except (RuntimeError, AssertionError, NotImplementedError, ImportError):  # torch raises all four, by backend
         return False
     return True
-
-
-def cluster_here(stage: RunDevices) -> Cluster:
-    """The cluster of the stage's devices, as they are counted here."""
-    return stage.simulated.cluster if stage.simulated is not None else cluster_of(stage.plan.devices)
 
 
 def is_divided(plan: Plan) -> bool:

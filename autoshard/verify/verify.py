@@ -8,7 +8,7 @@ fresh model ──apply(plan)─────▶ the same on the plan's devices �
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.run import RunResult, Work, run
 from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, failures_of, run_both
-from autoshard.verify.stage import RunDevices, accelerators_of, cluster_here, device_of, devices_of, is_divided
+from autoshard.verify.stage import RunDevices, accelerators_of, device_of, devices_of, is_divided
 
 
 def verify(
@@ -86,7 +86,7 @@ def verify(
         return verify_processes(original, known, _work(original, workload, calls), tolerance, notes)
     with devices_of(known) as stage:
         work = _work(original, workload, calls, bool(stage.plan.cuts), is_divided(stage.plan))
-        predicted = _predicted(original(), workload, stage, work, notes) if stage.simulated is not None else {}
+        predicted = _predicted(original, workload, stage, work, notes)
 
         def planned() -> nn.Module:
             if isinstance(plan, Mapping):  # taken at its word, as `apply` does
@@ -186,6 +186,7 @@ def _staying_cut(
     return frozenset(staying)
 
 
+@dataclass(slots=True)
 class _Applied:
     """Runs the applied model; an error of its own is a finding, not a reason to stop.
 
@@ -194,48 +195,48 @@ class _Applied:
         peaks: bytes that simulated devices had at most in the pass that is measured.
     """
 
-    def __init__(
-        self, build: Build, work: Work, input_device: torch.device | None, simulated: SimulatedDevices | None
-    ) -> None:
-        self._build, self._work, self._input_device, self._simulated = build, work, input_device, simulated
-        self.failure: Difference | None = None
-        self.full = False
-        self.peaks: dict[str, int] = {}
+    build: Build
+    work: Work
+    input_device: torch.device | None
+    simulated: SimulatedDevices | None
+    failure: Difference | None = None
+    full: bool = False
+    peaks: dict[str, int] = field(default_factory=dict)
 
     def __call__(self) -> list[RunResult]:
         tell("runs", 1, 2)
-        simulated, results = self._simulated, list[RunResult]()
+        simulated, results = self.simulated, list[RunResult]()
         before = {name: simulated.memory(name)[0] for name in simulated} if simulated is not None else {}
-        model = self._build()
+        model = self.build()
         try:
-            run(model, self._work, self._input_device, None if simulated is None else self._measure, results)
+            run(model, self.work, self.input_device, None if simulated is None else self._measure, results)
         except Exception as error:  # anything that a tensor on the wrong device may make the user's forward raise
             self.full = isinstance(error, torch.OutOfMemoryError)
             message = str(error) if self.full else f"{type(error).__name__}: {error}"
-            during = "decode" if results and self._work.new_tokens else "forward"
+            during = "decode" if results and self.work.new_tokens else "forward"
             self.failure = Difference(during=during, module="", output="", max_error=math.inf, message=message)
         if simulated is not None:
-            simulated.limit(to_size=not self._work.training)
+            simulated.limit(to_size=not self.work.training)
             self.peaks = {name: simulated.memory(name)[1] - nbytes for name, nbytes in before.items()}
         return results
 
     def _measure(self) -> None:
         """Begin the pass whose peak counts, and that has to fit."""
-        assert self._simulated is not None
-        self._simulated.limit(to_size=True)
-        self._simulated.reset_peak()
+        assert self.simulated is not None
+        self.simulated.limit(to_size=True)
+        self.simulated.reset_peak()
 
     @contextlib.contextmanager
     def room_to_compare(self) -> Iterator[None]:
         """Let no device be full but in the pass that is measured: gradients that are compared are no part of a plan."""
-        if self._simulated is None:
+        if self.simulated is None:
             yield
             return
-        self._simulated.limit(to_size=not self._work.training)
+        self.simulated.limit(to_size=not self.work.training)
         try:
             yield
         finally:
-            self._simulated.limit(to_size=True)
+            self.simulated.limit(to_size=True)
 
 
 def _run_original(original: Build, work: Work, input_device: torch.device | None, notes: list[str]) -> list[RunResult]:
@@ -254,15 +255,15 @@ def _run_original(original: Build, work: Work, input_device: torch.device | None
         return run(model, work, input_device)
 
 
-def _predicted(model: nn.Module, workload: Workload, stage: RunDevices, work: Work, notes: list[str]) -> dict[str, int]:
-    """Return the estimated peak per device, by its name here."""
+def _predicted(original: Build, workload: Workload, stage: RunDevices, work: Work, notes: list[str]) -> dict[str, int]:
+    """Return the estimated peak per simulated device, by its name here."""
+    if stage.simulated is None:
+        return {}
+    plan, cluster = stage.plan, stage.simulated.cluster
     try:
-        profile = profile_graph(capture(model, work.kwargs or work.args, workload=workload), workload)
-        plan, cluster = stage.plan, cluster_here(stage)
-        devices = price(
-            plan, profile, with_stores(cluster, plan.offloaded.values()) if plan.offloaded else cluster
-        ).devices
+        profile = profile_graph(capture(original(), work.kwargs or work.args, workload=workload), workload)
+        cluster = with_stores(cluster, plan.offloaded.values()) if plan.offloaded else cluster
+        return {device.name: device.peak_bytes for device in price(plan, profile, cluster).devices}
     except AutoshardError as error:
         notes.append(f"no prediction to hold the measured peaks against: {error}")
         return {}
-    return {device.name: device.peak_bytes for device in devices}
