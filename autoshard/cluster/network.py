@@ -46,21 +46,18 @@ class HostWords:
 
 def split_words(spec: Any) -> tuple[Any, HostWords]:
     """Return a spec without what it says of hosts, and that. Raises `SpecError` for a speed that is none."""
-    if isinstance(spec, str):
-        parts, words = _split(spec.split(","))
-        if not parts:
-            raise SpecError(f"{shown(spec)} names no device. Write for example '2 hosts of 8xA100-40GB, 1600Gb/s'.")
-        return ",".join(parts), words
-    if isinstance(spec, (list, tuple)) and any(isinstance(item, str) for item in spec):
-        texts, words = [], HostWords()
-        for item in spec:
-            if not isinstance(item, str):
-                texts.append(item)
-                continue
+    if not isinstance(spec, (str, list, tuple)):
+        return spec, HostWords()
+    kept, words = [], HostWords()
+    for item in [spec] if isinstance(spec, str) else spec:
+        if isinstance(item, str):
             parts, words = _split(item.split(","), words)
-            texts += [",".join(parts)] if parts else []
-        return texts, words
-    return spec, HostWords()
+            kept += [",".join(parts)] if parts else []
+        else:
+            kept.append(item)
+    if isinstance(spec, str) and not kept:
+        raise SpecError(f"{shown(spec)} names no device. Write for example '2 hosts of 8xA100-40GB, 1600Gb/s'.")
+    return kept[0] if isinstance(spec, str) else kept, words
 
 
 def _split(parts: Sequence[str], words: HostWords = HostWords()) -> tuple[list[str], HostWords]:

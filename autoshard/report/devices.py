@@ -42,17 +42,17 @@ def print_devices(console: Console, cluster: Cluster) -> None:
 
 
 def device_table(cluster: Cluster, *, sources: bool = False) -> Table:
-    """Return devices with their rates, those that are alike in one row; `sources`: where the rates are from."""
+    """Return devices with their rates, those that are alike in one row; `sources`: with where the rates are from."""
     hosts = len({device.host for device in cluster.devices}) > 1
     columns = [
         Column(title="Device", style="bold"),
         Column(title="Hardware", flexible=True),
-        *numbers("Memory", "bf16 TFLOP/s", "fp32", "Memory GB/s"),
+        *numbers("Memory", "bf16 TFLOP/s", "fp32", "Memory GB/s", *(["Launch"] if sources else [])),
         *([Column(title="Machine")] if hosts else []),
         Column(title="Source" if sources else "", style="bright_black"),
     ]
     rows = []
-    for alike in _folded(cluster.devices):
+    for alike in _folded(cluster.devices, 1 if sources else FEW):
         device, last = alike[0], alike[-1]
         host = device.host if device.host == last.host else f"{device.host} to {last.host}"
         rows.append([
@@ -62,6 +62,7 @@ def device_table(cluster: Cluster, *, sources: bool = False) -> Table:
             format_number(device.flops("bfloat16") / 1e12),
             format_number(device.flops("float32") / 1e12),
             format_number(device.bytes_per_second / 1e9),
+            *([format_seconds(device.launch_seconds)] if sources else []),
             *([host] if hosts else []),
             "measured" if device.measured else _source(device) if sources else "",
         ])  # fmt: skip
@@ -75,15 +76,15 @@ def _source(device: Device) -> str:
     return f"{row.source} (not verified: {unverified})" if unverified else row.source
 
 
-def _folded(devices: Sequence[Device]) -> list[list[Device]]:
-    """Devices that follow each other and are alike, where there are many: those of a host, or of many hosts."""
+def _folded(devices: Sequence[Device], few: int) -> list[list[Device]]:
+    """Devices that follow each other and are alike, where there are more than `few`: of a host, or of many hosts."""
     many_hosts = len({device.host for device in devices}) > FEW
 
     def follows(last: Device, device: Device) -> bool:
         host = last.host if many_hosts else device.host
         return host == last.host and replace(last, name=device.name, host=host) == replace(device, host=host)
 
-    return runs(devices, follows) if len(devices) > FEW else [[device] for device in devices]
+    return runs(devices, follows) if len(devices) > few else [[device] for device in devices]
 
 
 def print_hardware(console: Console) -> None:
