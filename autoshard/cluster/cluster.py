@@ -28,11 +28,6 @@ class Cluster:
     spec: str = ""
     notes: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.links, Links):
-            known = {(link.source, link.destination): link for link in self.links}
-            object.__setattr__(self, "links", make_links(self.devices, (), known))
-
     def __repr__(self) -> str:
         return f"<Cluster: {self.spec or 'devices'}: {', '.join(self.names[:4])}{' …' if len(self.names) > 4 else ''}>"
 

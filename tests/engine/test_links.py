@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device, Link
+from autoshard.cluster.links import make_links
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 
 COUNTS, SIZES = st.integers(2, 9), st.integers(0, 10**9)
@@ -15,14 +16,14 @@ COUNTS, SIZES = st.integers(2, 9), st.integers(0, 10**9)
 
 def cluster(hosts, *, latency=1e-5, rate=1e10, network=(1e-4, 1e9)):
     devices = tuple(Device(name=f"d:{i}", memory_bytes=1, host=host) for i, host in enumerate(hosts))
-    links = tuple(
-        Link(
+    links = {
+        (a.name, b.name): Link(
             source=a.name, destination=b.name, latency_seconds=latency if a.host == b.host else network[0],
             bytes_per_second=rate if a.host == b.host else network[1],
         )
         for a, b in itertools.permutations(devices, 2)
-    )  # fmt: skip
-    return Cluster(devices=devices, links=links)
+    }  # fmt: skip
+    return Cluster(devices=devices, links=make_links(devices, (), links))
 
 
 @pytest.mark.parametrize(
