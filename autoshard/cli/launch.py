@@ -2,12 +2,11 @@
 
 import os
 import shlex
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VARIABLE, Plan
@@ -90,16 +89,6 @@ def _accelerators() -> int:
     return max(1, len(accelerator_names()))
 
 
-def start(launch: Launch) -> int:
-    """Run it to its end, hand signals on, and return its exit status (128 + the signal that ended it)."""
-    process = subprocess.Popen(launch.command, env={**os.environ, **launch.environment})
-    previous = {
-        number: signal.signal(number, lambda received, _frame: process.send_signal(received))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        status = process.wait()
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
+def start(launch: Launch) -> NoReturn:
+    """Become the command: signals reach it, and its exit status is that of this process."""
+    os.execve(launch.command[0], launch.command, {**os.environ, **launch.environment})

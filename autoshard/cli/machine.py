@@ -70,4 +70,4 @@ def run_command(
     if dry_run:
         typer.echo(launch.shown)
         return
-    raise typer.Exit(start(launch))
+    start(launch)
