@@ -5,7 +5,7 @@
     x.mean()                        mean        every sample has as many elements: parts weighted by their samples
     cross_entropy(x, labels)        weighted    by how many labels of a part count
     0.1 * x.mean() + weight.norm()  mean        what is linear in it, and what depends on no sample, keeps it
-    first_loss + second_loss        each        means over other labels: no merge, but replicas have a loss each
+    first_loss + second_loss        each        means over other labels, or ratios: no merge, but one of each replica
     x.mean().sqrt()                 none        nothing is known
 
 A tensor has one merge for all its elements. This is the argument for losses in the list of what is sound; see `sound`.
@@ -43,10 +43,7 @@ class Merged:
 
 MEAN, SUM = 1, 2
 """What `reduction` of a loss says."""
-LOSSES = frozenset({
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "soft_margin_loss", "kl_div", "poisson_nll_loss",
-})  # fmt: skip
+LOSSES = names(rules.loss_of_elements)
 """Losses that compare element by element, then sum up or take the mean."""
 CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 LINEAR = names(rules.same) | RESHAPES | MOVES | {
@@ -90,9 +87,8 @@ class Merges:
         merge = merges.pop() if len(merges) == 1 else Merged(how="each")
         shared = "shared" in given
         if name in ("add", "add_", "sub", "sub_"):
-            return (
-                merge if merge is not None and (not (shared or self._adds_number(op)) or merge.how != "sum") else None
-            )
+            more = shared or self._adds_number(op)
+            return Merged(how="each") if more and merge is not None and merge.how == "sum" else merge
         return merge if name in LINEAR and not shared and len(op.outputs) == 1 and not self._rounds(op) else None
 
     def _rounds(self, op: Op) -> bool:
@@ -114,7 +110,7 @@ class Merges:
         if arguments_of(op).get("rounding_mode") or self._rounds(op):
             return None
         if divides and len(known) == 2 and known[1] is not None:
-            return self._per_label(op) if known[0] == known[1] == Merged(how="sum") else None
+            return self._per_label(op) if known[0] == known[1] == Merged(how="sum") else Merged(how="each")
         if (
             divides
             and known[0] == Merged(how="sum")
@@ -188,15 +184,15 @@ class Merges:
         axes = [self.walk.axes(value) for value in op.inputs]
         shapes = [self.walk.graph.values[value].shape for value in op.inputs]
         by_number = name in CLASSES and not self.walk.graph.values[op.inputs[1]].dtype.is_floating_point
+        if name in CLASSES:
+            if given[2:] not in ([], ["shared"]):
+                return None
+            del axes[2:], shapes[2:]  # how much a class weighs, which no sample decides
         if by_number:
-            x, target = shapes[:2]
+            x, target = shapes
             if len(x) < 2 or target != (x[0], *x[2:]):
                 return None
             axes[0], shapes[0] = (axes[0][0], *axes[0][2:]), target
-        if len(given) > 2:  # classes, or elements, weigh as no sample decides
-            if name not in CLASSES or "shared" not in given[2:]:
-                return None
-            del axes[2:], shapes[2:]
         made: list[Axes] = []
         mixed = self.walk.mixes(lambda: made.append(broadcast(self.walk.walk, axes, shapes)))
         if mixed or not any(covers(axis, self.walk.batch) for axis in made[0]):

@@ -158,6 +158,15 @@ def _where(walk: Context, *args: Any) -> list[Axes] | None:
     return pointwise(walk, *args) if len(args) > 1 else None
 
 
+@rule(
+    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "soft_margin_loss", "kl_div", "poisson_nll_loss", "margin_ranking_loss", "hinge_embedding_loss",
+)  # fmt: skip
+def loss_of_elements(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | None:
+    """A loss for each element, if it is not summed up to one number."""
+    return pointwise(walk, *args, **kwargs) if walk.shapes[0] else None
+
+
 @rule("equal", "allclose")
 def _compared(walk: Context, *args: Any, **kwargs: Any) -> None:
     """One answer about all elements: a rank that has a part would give another."""

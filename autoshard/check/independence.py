@@ -372,7 +372,7 @@ class SampleRun:
             assert known is not None
             if known.how == "each":
                 if not self.question.for_replicas:
-                    what = "adds up means over labels of which a part of the batch has another share, or may have it"
+                    what = "combines sums or means over its rows so that those of parts can't be put together"
                     raise self.refuse(maker_of(graph, value), what)
                 continue
             merges[path] = BatchOutput(path=path, how=known.how)

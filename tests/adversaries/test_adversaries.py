@@ -77,7 +77,7 @@ PINNED: dict[str, Pins] = {
         "FrequentWords": dict.fromkeys(DIVISIONS, "refused: embedding in table"),
         "GrowsWithCalls": dict.fromkeys(DIVISIONS, "refused: calls in the model itself is another number"),
         "LossOverParameters": {COLUMN: "whole"},
-        "SumOverBatch": {COLUMN: "whole", **dict.fromkeys(DIVISIONS, "refused: sum in the model itself")},
+        "SumOverBatch": {COLUMN: "whole", **dict.fromkeys(DIVISIONS, "refused: add in the model itself")},
     },
     "held batches": {
         "LeftSorted": "refused: argsort in the model itself",

@@ -161,6 +161,19 @@ CONVOLUTIONS = [
     ),
 ]
 
+LOSSES = [
+    ("ab,ab->ab", lambda x, y: F.mse_loss(x, y, reduction="none"), (3, 4), (3, 4)),
+    ("ab,b->ab", lambda x, y: aten.huber_loss(x, y, 0, 0.5), (3, 4), (4,)),
+    ("ab,ab,b->ab", lambda x, y, w: aten.binary_cross_entropy_with_logits(x, y, w, None, 0), (3, 4), (3, 4), (4,)),
+    ("ab,ab,a->ab", lambda x, y, z: aten.margin_ranking_loss(x, y, z[:, None], 0.1, 0), (3, 4), (3, 4), (3,)),
+    ("ab,ab->ab", lambda x, y: aten.smooth_l1_loss(x, y, 0), (3, 4), (3, 4)),
+    ("ab,ab->ab", lambda x, y: aten.soft_margin_loss(x, y, 0), (3, 4), (3, 4)),
+    ("ab,ab->ab", lambda x, y: aten.kl_div(x, y.exp(), 0), (3, 4), (3, 4)),
+    ("ab,ab->ab", lambda x, y: aten.poisson_nll_loss(x, y, True, False, 1e-8, 0), (3, 4), (3, 4)),
+    ("ab,ab->ab", lambda x, y: aten.hinge_embedding_loss(x, y.sign(), 1.0, 0), (3, 4), (3, 4)),
+    ("ab,ab->ab", lambda x, y: aten.binary_cross_entropy(x.sigmoid(), y.sigmoid(), None, 0), (3, 4), (3, 4)),
+    ("..,..->", lambda x, y: aten.l1_loss(x, y, 1), (3, 4), (3, 4)),
+]
 REDUCTIONS = [
     ("ab->", torch.sum, (3, 4)),
     ("abc->ac", lambda x: x.sum(1), (2, 3, 4)),

@@ -38,14 +38,19 @@ OWN = {
     "size of logits": lambda net, x, a, b: entropy(x, a) + 0.1 * x.logsumexp(-1).square().mean(),
     "classes weigh": lambda net, x, a, b: entropy(x, a, weight=net.share),
     "samples weigh": lambda net, x, a, b: (entropy(x, a, reduction="none") * b.flatten()).sum() / b.sum(),
+    "share of what counts": lambda net, x, a, b: (
+        (F.l1_loss(x, x + 1, reduction="none").mean(-1) * b).sum() / (b.sum() + 1)
+    ),
     "squeezed": lambda net, x, a, b: F.mse_loss(x.mean((1, 2)).unsqueeze(1).squeeze(), a[:, 0].float()),
 }
 PUT_TOGETHER = {
     "from nought": lambda net, x, a, b: sum(entropy(x[:, i : i + 1], a[:, i : i + 1], reduction="sum") for i in (0, 1)),
     "the same labels": lambda net, x, a, b: entropy(x, a) + entropy(x.flip(-1), a.view(-1, TOKENS)),
+    "elements weigh": lambda net, x, a, b: (F.mse_loss(x, x.detach() + 1, reduction="none").mean(-1) * b).mean(),
     "shares of classes": lambda net, x, a, b: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).softmax(-1)),
 }
 MIXED = {
+    "a root of a mean": lambda net, x, a, b: F.mse_loss(x, x.detach() + 1).sqrt(),
     "a product of means": lambda net, x, a, b: entropy(x, a) * x.square().mean(),
     "of all samples": lambda net, x, a, b: entropy(x - x.max(), a),
     "contrast": lambda net, x, a, b: F.cross_entropy(x.mean(1) @ x.mean(1).T, torch.arange(len(x))),
