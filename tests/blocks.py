@@ -27,3 +27,15 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x) if hasattr(self, "head") else x
+
+
+class Mixes(nn.Module):
+    """Rows of the batch see each other, whatever a plan says: their mean is taken off."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x - x.mean(0, keepdim=True))

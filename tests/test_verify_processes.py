@@ -4,27 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import autoshard
 from autoshard.errors import VerifyError
 from autoshard.plan import Mesh
+from tests.blocks import Mixes
 from tests.pipelines.models import decoder, skips
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
 from tests.torch_releases import SHARDS_REPLICAS
-
-
-class Mixes(nn.Module):
-    """Rows see each other, whatever a plan says."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.first(x)
-        return self.second(x - x.mean(0))
 
 
 def on_two():
@@ -44,7 +32,7 @@ def on_two():
     net, _, given = skips()
     del given["targets"]
     said["own loss"] = autoshard.verify(net, plan_of(net, [["down", "deep"], ["deeper", "up"]], 2, given), inputs=given)
-    mixes, given = Mixes(), {"x": torch.randn(8, 4)}
+    mixes, given = Mixes(4), {"x": torch.randn(8, 4)}
     said["mixed"] = autoshard.verify(mixes, plan_of(mixes, [["first"], ["second"]], 2, given), inputs=given)
     left = all(parameter.grad is None and not parameter.is_meta for parameter in model.parameters())
     autoshard.apply(model, plan)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.adversaries.harness import drawn, random, registry, scaled, tokens, variants
+from tests.blocks import Block
 
 BATCHES, adversary = registry()
 WIDTH, VOCABULARY = 16, 20
@@ -24,17 +25,6 @@ def uneven():
     return [{"x": random(8, 5, WIDTH, seed=2) * sizes}, {"x": random(12, 3, WIDTH, seed=3)}]
 
 
-class Layer(nn.Module):
-    """A residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 32), nn.Linear(32, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
 class Stack(nn.Module):
     """Blocks, with `between` in the middle of them."""
 
@@ -43,7 +33,7 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList(self.make_layers())
 
     def make_layers(self):
-        return [Layer() for _ in range(4)]
+        return [Block(WIDTH, 32) for _ in range(4)]
 
     def between(self, x):
         return x
@@ -144,9 +134,9 @@ class ExpertsChoose(Gated):
         return output.view_as(x)
 
 
-class CentredLayer(Layer):
+class CentredLayer(Block):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(WIDTH, 32)
         self.gate = nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x):
@@ -167,9 +157,9 @@ class ZeroInitialisedCentring(Stack):
         return [CentredLayer() for _ in range(4)]
 
 
-class FlaggedLayer(Layer):
+class FlaggedLayer(Block):
     def __init__(self, share: float) -> None:
-        super().__init__()
+        super().__init__(WIDTH, 32)
         self.share = share
 
     def forward(self, x):
@@ -252,7 +242,7 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(10, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.layers = nn.ModuleList(Block(WIDTH, 32) for _ in range(4))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def embedded(self, words, mask):

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.adversaries.batches import Layer, Stack, Words, padded, rows, sentences, uneven
+from tests.adversaries.batches import Stack, Words, padded, rows, sentences, uneven
 from tests.adversaries.columns import Attention, Hidden, longer
 from tests.adversaries.columns import rows as few_rows
 from tests.adversaries.harness import random, registry
+from tests.blocks import Block
 
 CUT, cut = registry()
 DIVIDED, divided = registry()
@@ -202,7 +203,7 @@ class BagsOfWords(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.bag = nn.EmbeddingBag(20, WIDTH, mode="mean", padding_idx=0)
-        self.layers = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, 4))
+        self.layers = nn.Sequential(Block(WIDTH, 32), Block(WIDTH, 32), nn.Linear(WIDTH, 4))
 
     def forward(self, words, mask, labels):
         return self.layers(self.bag(words))

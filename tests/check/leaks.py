@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.check.blocks import Stack
+
 WIDTH = 24
 TABLE = {48: 0.5, 24: 0.7}
 
@@ -121,19 +123,6 @@ class Flagged(Wide):
 
     def between(self, h: torch.Tensor) -> torch.Tensor:
         return h * (h.shape[-1] if self.marked else 48)
-
-
-class Stack(nn.Module):
-    """Blocks one after the other, each added to what comes in."""
-
-    def __init__(self, kind: type[nn.Module], count: int = 2) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(kind() for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
 
 
 class Outside(Stack):

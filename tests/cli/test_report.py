@@ -18,24 +18,16 @@ from autoshard.plan.workload import Workload
 from autoshard.report.devices import print_devices, print_hardware
 from autoshard.report.rows import peak_parts, placed_rows, transfer_rows
 from autoshard.report.terminal import print_plan, print_profile
+from tests.blocks import Block
 
 GIB = 2**30
-
-
-class Block(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
 
 
 class Net(nn.Module):
     def __init__(self, depth=6):
         super().__init__()
         self.embed = nn.Embedding(32, 8)
-        self.blocks = nn.ModuleList([*[Block(8) for _ in range(depth)], Block(8)])
+        self.blocks = nn.ModuleList([*[Block(8, 16) for _ in range(depth)], Block(8, 16)])
         self.scale = nn.Parameter(torch.ones(8))
         self.head = nn.Linear(8, 32, bias=False)
         self.head.weight = self.embed.weight

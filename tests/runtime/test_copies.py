@@ -11,12 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoshard
-from autoshard import torch_private
-from autoshard.errors import ApplyError
 from autoshard.plan import Plan
 from autoshard.runtime import apply_device_map, apply_plan, remove
 from autoshard.runtime.copies import Copies
-from autoshard.runtime.devices import check_copies, copy_strides, copy_tensor, resolve_device
+from autoshard.runtime.devices import copy_strides, copy_tensor
 from tests.hooks import is_hooked
 
 D = 8
@@ -225,28 +223,3 @@ def test_lists_of_foreign_tensors_start_a_watch(devices):
         assert torch.equal(model(x), expected)
         assert torch._C._len_torch_function_stack() == 0
     assert not is_hooked(remove(model))
-
-
-def test_devices_that_are_not_here():
-    assert resolve_device("cpu:3") == torch.device("cpu")
-    for name in ("bogus", "meta", "cpu:-1", ""):
-        with pytest.raises(ApplyError, match=r"cpu|meta"):
-            resolve_device(name)
-    check_copies([torch.device("cpu")])  # nothing to check, nothing raised
-
-
-def test_private_torch_that_the_runtime_needs():
-    """Fails here, and says so, when torch moves one of them."""
-    left, right = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(3))
-    keep = weakref.ref(left)
-    left.note = 1
-    torch_private.swap_contents(left, right)
-    assert keep() is left and left.tolist() == [0, 0, 0] and right.tolist() == [1, 1] and right.note == 1
-    loss = (left * left).sum()
-    torch_private.swap_contents(left, nn.Parameter(torch.ones(3)))
-    with pytest.raises(RuntimeError, match="before autoshard moved"):
-        loss.backward()
-
-    assert torch_private.innermost_function_mode() is None
-    with torch.overrides.TorchFunctionMode() as mode:
-        assert torch_private.innermost_function_mode() is mode

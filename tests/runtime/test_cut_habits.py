@@ -15,19 +15,11 @@ from autoshard.errors import ApplyError
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.outsiders import check_not_shared
+from tests.pipeline_models import Block
 from tests.runtime.cut_models import columns
 
 DEVICES = {"cpu:0": "1MiB", "cpu:1": "1MiB"}
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}  # sums over devices have another order
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Adapted(nn.Module):
@@ -46,7 +38,7 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed = nn.Embedding(6, 8)
-        self.blocks = nn.Sequential(*[Block() for _ in range(3)])
+        self.blocks = nn.Sequential(*[Block(8) for _ in range(3)])
 
     def forward(self, ids):
         return self.blocks(self.embed(ids))
@@ -249,7 +241,7 @@ def test_a_module_that_is_gone_but_for_a_cycle_does_not_count(frozen):
 
 
 def test_forward_mode_derivatives_are_refused():
-    model = nn.Sequential(Block(), Block())
+    model = nn.Sequential(Block(8), Block(8))
     inputs = torch.randn(2, 8)
     plan = autoshard.plan(model, DEVICES, inputs=inputs, strategy="column-parallel", objective="memory")
     assert plan.cuts

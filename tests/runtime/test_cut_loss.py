@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 import autoshard
 from autoshard.plan.workload import Workload
 from autoshard.search.asked import completed
+from tests.blocks import Block
 from tests.ranks import run_jobs, run_ranks
 from tests.runtime.test_launched import devices_of
 from tests.torch_releases import sharded_replicas
@@ -19,21 +20,12 @@ pytestmark = sharded_replicas
 CLASSES, WIDTH = 32, 16
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(self.up(x).relu())
-
-
 class Model(nn.Module):
     """A head over classes, and a loss of what `view` makes of the logits."""
 
     def __init__(self, view, tied=False, **loss):
         super().__init__()
-        self.table, self.layers = nn.Embedding(CLASSES, WIDTH), nn.ModuleList(Layer() for _ in range(2))
+        self.table, self.layers = nn.Embedding(CLASSES, WIDTH), nn.ModuleList(Block(WIDTH, 64) for _ in range(2))
         self.head = nn.Linear(WIDTH, CLASSES, bias=not tied)
         if tied:
             self.head.weight = self.table.weight

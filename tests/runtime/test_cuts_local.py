@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import autoshard
-from autoshard import torch_private
 from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
@@ -18,7 +17,7 @@ from autoshard.plan.workload import Workload
 from autoshard.runtime import apply_plan, remove
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running
+from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.slices import CutTensor, merge
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, loss_of, make
 from tests.runtime.cut_models import columns, cut_plan, decoder_cuts, make_decoder, shard
@@ -343,22 +342,6 @@ def test_an_interrupt_leaves_nothing_behind_after_the_next_forward():
     handle.remove()
     assert torch.equal(model(*inputs), expected)
     assert torch._C._len_torch_function_stack() == torch._C._len_torch_dispatch_stack() == 0
-
-
-def test_private_torch_still_says_what_cuts_need():
-    weight = torch.nn.Parameter(torch.ones(2))
-    assert not torch_private.is_held(weight)
-    held = weight * 2
-    assert torch_private.is_held(weight)
-    del held
-    weight.register_hook(interrupt)
-    assert torch_private.gradient_hooks(weight) == [interrupt]
-    torch_private.drop_gradient_hooks(weight, type(interrupt))
-    weight.sum().backward()
-    mode = RanksMode([torch.device("cpu")], torch.device("cpu"))
-    with mode:
-        assert running() is mode
-    assert running() is None
 
 
 def test_a_graph_from_before_the_cut_does_not_fill_gradients():

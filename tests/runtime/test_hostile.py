@@ -122,28 +122,6 @@ def test_one_memory_given_twice():
             model(x, x.view(8, WIDTH))
 
 
-class Outputs(Blocks):
-    def __init__(self, beside):
-        super().__init__()
-        self.beside = beside
-
-    def forward(self, x):
-        return super().forward(x), self.beside(x)
-
-
-@pytest.mark.parametrize(
-    ("beside", "words"),
-    [
-        (len, "the output 1 is 3 for 3 rows and"),
-        (lambda x: x.shape, "the output 1.0 is 3 for 3 rows and"),
-        (lambda x: {len(x)}, "1 is a set, in which nobody knows"),
-        (lambda x: f"of {len(x)}", "the output 1 is 'of 3' for 3 rows and"),
-    ],
-)
-def test_outputs_that_are_no_tensors_are_not_put_together(beside, words):
-    assert words in outcome(lambda: Outputs(beside), (rows(),), "data-parallel")
-
-
 class Functional(nn.Module):
     """What is summed over ranks is found by the how-manieth call of `linear`, which a flag changes."""
 

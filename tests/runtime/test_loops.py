@@ -7,6 +7,7 @@ from torch import nn
 import autoshard
 from autoshard import ApplyError, apply
 from autoshard.plan.workload import Workload
+from tests.pipeline_models import Block
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import completed, decoder, devices_of, own_part, plan_for, samples, wholes
 from tests.torch_releases import sharded_replicas
@@ -58,18 +59,9 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         assert "made between a forward and its backward" in found["between"]
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return x + self.down(self.up(self.norm(x)).relu())
-
-
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(nn.Linear(4, 16), *(Block() for _ in range(3))), nn.Linear(16, 4))
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 16), *(Block(16) for _ in range(3))), nn.Linear(16, 4))
 
 
 def alone(plan):

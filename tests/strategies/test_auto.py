@@ -14,22 +14,10 @@ from autoshard.plan.workload import Workload
 from autoshard.search.planning import candidates_of, compare, plan_measured
 from autoshard.search.request import Request
 from autoshard.strategies.compare import explained, value_of
-from tests.blocks import Blocks
+from tests.blocks import Blocks, Mixes
 from tests.engine.test_mesh_cost import BATCH, INPUTS
 
 OBJECTIVES = ("latency", "throughput", "memory")
-
-
-class Mixed(nn.Module):
-    """Rows of the batch meet: its mean is taken off."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        x = self.one(x)
-        return self.two(x - x.mean(0, keepdim=True))
 
 
 def request(model=None, *, devices="4xA100-40GB", mode="inference", objective="latency", assumed=False):
@@ -82,7 +70,7 @@ def test_a_forward_that_differentiates_is_placed():
 
 
 def test_a_batch_that_mixes_drops_what_divides_it_with_the_reason():
-    found = compare(request(Mixed(), devices="2xA100-40GB"))
+    found = compare(request(Mixes(64), devices="2xA100-40GB"))
     refused = {row.name: row.refused for row in found.alternatives if row.plan is None}
     assert set(refused) == {"data-parallel", "pipeline"} and all("mean" in why for why in refused.values())
     assert any(reason.startswith("pipeline is not possible") for reason in explained(found).reasons)
