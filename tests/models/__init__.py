@@ -1,5 +1,7 @@
 """Small models shared by the tests: hostile ones written here, and tiny random transformers of many kinds."""
 
+from collections.abc import Collection
+
 import pytest
 
 from tests.models.case import Case, energise, same
@@ -34,11 +36,11 @@ __all__ = [
 ]
 
 
-def over(cases: list[Case]) -> pytest.MarkDecorator:
-    """Parametrize a test by `case`: those of `DEFAULT` and refused ones by default, others with -m slow."""
+def over(cases: list[Case], quick: Collection[str] = DEFAULT) -> pytest.MarkDecorator:
+    """Parametrize a test by `case`: those in `quick` and refused ones by default, others with -m slow."""
     return pytest.mark.parametrize(
         "case",
-        [pytest.param(c, id=c.name, marks=[] if c.name in DEFAULT or c.refused else [pytest.mark.slow]) for c in cases],
+        [pytest.param(c, id=c.name, marks=[] if c.name in quick or c.refused else [pytest.mark.slow]) for c in cases],
     )
 
 

@@ -76,15 +76,23 @@ def peak_of(name, text, training):
 
 
 @sharded_replicas
-@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_peaks(training):
+@pytest.mark.parametrize(
+    ("training", "cases"),
+    [
+        (True, {"layers": MESHES, "decoder": ("pp=2", "tp=2")}),
+        pytest.param(True, {"decoder": ("dp=2", "fsdp=2")}, marks=pytest.mark.slow),
+        pytest.param(False, dict.fromkeys(("layers", "decoder"), ("dp=2", "pp=2", "tp=2")), marks=pytest.mark.slow),
+    ],
+    ids=["training", "training of replicas", "answers"],
+)
+def test_peaks(training, cases):
     """All plans in one launch."""
     figures, jobs = {}, {}
-    for name in ("layers", "decoder"):
+    for name, meshes in cases.items():
         model, inputs = made(name, training)
         workload = Workload(mode="training" if training else "inference", batch_size=ROWS, optimizer="adamw")
         profile = autoshard.profile(model, inputs, workload=workload)
-        for mesh in MESHES if training else ("dp=2", "pp=2", "tp=2"):
+        for mesh in meshes:
             plan = autoshard.plan(
                 model, DEVICES, inputs=inputs, launch="processes", mesh=mesh, workload=workload,
                 recompute="none" if training else None,

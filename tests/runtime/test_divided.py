@@ -222,6 +222,7 @@ def test_no_other_plan_is_made_of_a_divided_model(how, devices):
         autoshard.plan(model, devices, inputs=sentences())
 
 
+@pytest.mark.slow
 def test_replicas_of_what_torch_compile_returns(devices):
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(8, 6)
     expected, compiled = model(x), torch.compile(model, backend="eager")

@@ -126,6 +126,7 @@ def train(model, step, clip, steps=3):
     return losses, norms, gradients
 
 
+@functools.cache
 def alone(name):
     """What one process that has all samples trains, and the parameters afterwards."""
     model, inputs, loss_of = build(name)
@@ -206,6 +207,10 @@ def jobs_of(case):
     jobs = {(case, "trained"): (trained, name, text if mesh == "pp=2" else completed(text, *build(name)[:2]))}
     if case in QUICK and case != "cut stages" and SHARDS_REPLICAS:
         jobs[case, "mixed"] = mixed, "decoder", plan_for("decoder", mesh, precision="mixed")
+    if case == "stages":
+        plan = plan_for("stopped", "pp=2")
+        ways = {True: "frozen", False: "not frozen"} if TAKES_NO_GRADIENTS else {False: "not frozen"}
+        jobs |= {(case, way): (stopped, plan, frozen) for frozen, way in ways.items()}
     if case == "cut stages":
         jobs[case, "maps"] = ask_for_maps, plan_of_maps()
     return jobs
@@ -297,9 +302,7 @@ def stopped(plan, frozen):
 
 def test_a_stage_that_stops_gradients_of_layers_that_are_trained_is_refused():
     """Torch sends zeros in place of none, which weight decay would step."""
-    plan = plan_for("stopped", "pp=2")
-    ways = {True: "frozen", False: "trained"} if TAKES_NO_GRADIENTS else {False: "trained"}
-    said = run_ranks(run_jobs, 2, {way: (stopped, plan, frozen) for frozen, way in ways.items()})
-    assert all(rank.get("frozen", ("trained", "")) == ("trained", "") for rank in said)
-    assert [rank["trained"][0] for rank in said] == ["RankError", "ApplyError"]
-    assert "a stage stops gradients" in said[1]["trained"][1]
+    said = results_of("stages")
+    assert all(rank.get(("stages", "frozen"), ("trained", "")) == ("trained", "") for rank in said)
+    assert [rank["stages", "not frozen"][0] for rank in said] == ["RankError", "ApplyError"]
+    assert "a stage stops gradients" in said[1]["stages", "not frozen"][1]

@@ -1,5 +1,7 @@
 """What loops do with a model that processes share beside forward, backward and step: equal, or an error says why."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -8,7 +10,7 @@ import autoshard
 from autoshard import ApplyError, apply
 from autoshard.plan.workload import Workload
 from tests.pipeline_models import Block
-from tests.ranks import run_ranks
+from tests.ranks import run_jobs, run_ranks
 from tests.runtime.test_launched import completed, decoder, devices_of, own_part, plan_for, samples, wholes
 from tests.torch_releases import sharded_replicas
 
@@ -49,12 +51,27 @@ def loops(plan):
     return found
 
 
+@functools.cache
+def results_of(mesh):
+    """Of all that processes do with a mesh, in one launch."""
+    inputs = {"ids": samples(), "labels": samples()}
+    jobs = {"loops": (loops, completed(plan_for(mesh, 2, precision="full"), decoder(), inputs))}
+    if mesh == "tp=2":
+        plan = autoshard.plan(
+            net(), devices_of(2), inputs=(INPUT,), launch="processes", mesh=mesh, precision="full",
+            workload=Workload(mode="training", batch_size=8),
+        )  # fmt: skip
+        plan = completed(plan.to_json(), net(), (INPUT,))
+        assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
+        jobs["alone"] = alone, plan
+    return run_ranks(run_jobs, 2, jobs)
+
+
 @sharded_replicas
 @pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), "fsdp=2", "tp=2"])
 def test_states_and_optimizers_and_layers_by_themselves(mesh):
-    inputs = {"ids": samples(), "labels": samples()}
-    plan = completed(plan_for(mesh, 2, precision="full"), decoder(), inputs)
-    for found in run_ranks(loops, 2, plan):
+    for results in results_of(mesh):
+        found = results["loops"]
         assert found["state"] and found["gradients"] < 1e-5
         assert "made between a forward and its backward" in found["between"]
 
@@ -80,11 +97,6 @@ INPUT = torch.ones(8, 6, 4)
 @sharded_replicas
 def test_a_layer_with_a_part_of_the_tokens_is_not_called_by_itself():
     """Without gradients it has all of them."""
-    plan = autoshard.plan(
-        net(), devices_of(2), inputs=(INPUT,), launch="processes", mesh="tp=2", precision="full",
-        workload=Workload(mode="training", batch_size=8),
-    )  # fmt: skip
-    plan = completed(plan.to_json(), net(), (INPUT,))
-    assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
-    for whole, error, fine in run_ranks(alone, 2, plan):
+    for results in results_of("tp=2"):
+        whole, error, fine = results["alone"]
         assert whole == (8, 6, 16) and "0.2 was called by itself" in error and not fine
