@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.cluster.parse import cluster_of
+from autoshard.errors import ApplyError
 from autoshard.plan import Plan, PlanDevice
 from autoshard.plan.placement import resolve_execution_devices
 from autoshard.runtime.collectives import count_processes
+from autoshard.runtime.devices import resolve_device
 from autoshard.simulate import SimulatedDevices, active_devices, simulate
 
 UNLIMITED_BYTES = 1 << 60
@@ -67,11 +69,11 @@ def devices_used(plan: Plan) -> set[str]:
 
 def is_here(name: str) -> bool:
     """Whether torch can use a device; "cpu:1" outside of a simulation is only another name for the CPU."""
-    if name == "disk" or (name.startswith("cpu") and name != "cpu"):
+    if name.startswith("cpu") and name != "cpu":
         return False
     try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError, NotImplementedError, ImportError):  # torch raises all four, by backend
+        resolve_device(name)
+    except ApplyError:
         return False
     return True
 
