@@ -13,18 +13,12 @@ import torch
 from torch import nn
 
 from autoshard.checkpoint.data import Checkpoint, Entry, Source
+from autoshard.checkpoint.reading import map_entries
 from autoshard.checkpoint.traced import TracedSource, bare, leaves
 from autoshard.common.packed import is_packed
 from autoshard.errors import CheckpointError
-from autoshard.runtime.mapped import map_file, map_tensor
 from autoshard.runtime.moves import named_tensors, tied_groups
 from autoshard.runtime.resting import offloaded_module
-
-
-def mapped_entries(entries: Collection[Entry]) -> list[torch.Tensor]:
-    """Return CPU tensors that privately map their bytes in the files; nothing is read. Raises `ApplyError`."""
-    files = {path: map_file(path) for path in dict.fromkeys(entry.file for entry in entries)}
-    return [map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) for entry in entries]
 
 
 def mapped_tensors(
@@ -64,7 +58,7 @@ def mapped_tensors(
                 "checkpoint."
             )
     entries = {entry.name: entry for entry in wanted.values()}
-    mapped = dict(zip(entries, mapped_entries(entries.values()), strict=True))
+    mapped = dict(zip(entries, map_entries(entries.values()), strict=True))
     return {name: mapped[entry.name] for name, entry in wanted.items()}
 
 

@@ -9,7 +9,7 @@ source after the other, in the order of the files, so that a disk always has som
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 
 import torch
@@ -105,19 +105,21 @@ def _stamps(checkpoint: Checkpoint) -> list[tuple[int, int]]:
         raise CheckpointError(f"cannot read {error.filename}: {error.strerror}. Is its disk still there?") from None
 
 
-def _in_file(entry: Entry) -> torch.Tensor:
-    """A tensor where it is in its file, of a mapping of its own; nothing is read yet. It must not be written to."""
-    if not entry.nbytes:
-        return torch.empty(entry.shape, dtype=entry.dtype)
+def map_entries(entries: Collection[Entry]) -> list[torch.Tensor]:
+    """Return CPU tensors that privately map their bytes in the files, each file once; nothing is read yet."""
     try:
-        return map_tensor(map_file(entry.file), entry.offset, entry.dtype, entry.shape)
+        files = {path: map_file(path) for path in dict.fromkeys(entry.file for entry in entries if entry.nbytes)}
+        return [
+            map_tensor(files[entry.file], entry.offset, entry.dtype, entry.shape) if entry.nbytes
+            else torch.empty(entry.shape, dtype=entry.dtype) for entry in entries
+        ]  # fmt: skip
     except ApplyError as error:
         raise CheckpointError(str(error)) from error
 
 
 def read_entry(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """Read one tensor of the files to the CPU."""
-    return _in_file(checkpoint.entries[name]).clone()
+    return map_entries([checkpoint.entries[name]])[0].clone()
 
 
 def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[ReadTarget], uploads: Uploads) -> None:
@@ -138,7 +140,7 @@ def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[R
             into.copy_(value)
 
     def entry(one: str) -> torch.Tensor:
-        return _in_file(checkpoint.entries[one])
+        return map_entries([checkpoint.entries[one]])[0]  # a mapping of its own: no pages are kept after it
 
     for target in targets:
         if source.pack is not None:
