@@ -19,13 +19,15 @@ from autoshard.runtime.slices import CutTensor, runs_of, runs_within
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a whole tensor that begins at `offset`; `value` is a view of what this process has.
+    """A box of a whole tensor, or all of it; `value` is a view of what this process has, or memory to be filled.
 
-    `written`: whether this process writes it to a checkpoint; of what several ranks of a cut have, the first does.
+    Attributes:
+        offset: where it begins along each dimension; (): it is all of the tensor.
+        written: whether this process writes it to a checkpoint; of what several ranks of a cut have, the first does.
     """
 
     value: torch.Tensor
-    offset: tuple[int, ...]
+    offset: tuple[int, ...] = ()
     written: bool = True
 
 

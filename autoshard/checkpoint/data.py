@@ -4,7 +4,7 @@ model.safetensors.index.json ┐
 model-00001-of-00003…        ├─ headers ──▶ Checkpoint: name -> Entry (file, offset, bytes, dtype, shape)
 model-00002-of-00003…        ┘
 
-Entry ──expression──▶ one tensor of the model (Source) ──boxes──▶ what one device has of it (ReadTarget)
+Entry ──expression──▶ one tensor of the model (Source) ──boxes──▶ what one device has of it (Box)
 """
 
 from collections.abc import Callable, Mapping
@@ -56,17 +56,3 @@ class Source:
 def whole_entry(entry: Entry, dtype: torch.dtype | None = None) -> Source:
     """A source that is one tensor of the files; `dtype`: another than it has there."""
     return Source(shape=entry.shape, dtype=dtype or entry.dtype, made=leaf(entry.name, entry.shape, entry.dtype))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReadTarget:
-    """Memory to be filled, on any device: with all of a source, or with a box of it.
-
-    Attributes:
-        tensor: allocated, in the shape of the box; or a packed tensor, which takes all.
-        begin: where the box begins, along each dimension; (): all of it.
-    """
-
-    source: str
-    tensor: torch.Tensor
-    begin: tuple[int, ...] = ()

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autoshard.checkpoint.boxes import boxes_of
-from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source
+from autoshard.checkpoint.boxes import Box, boxes_of
+from autoshard.checkpoint.data import Checkpoint, Source
 from autoshard.checkpoint.mapped import mapped_tensors
 from autoshard.checkpoint.reading import read_into
 from autoshard.common.packed import repacked
@@ -94,7 +94,7 @@ def _load_whole(
 
             replace_all(tensors, memory, log)
             read = [name for name in sources if name not in in_file and not tensors[name].is_meta]
-            targets = [ReadTarget(source=name, tensor=tensors[name]) for name in read]
+            targets = [(name, Box(tensors[name])) for name in read]
             bytes_read = read_into(checkpoint, sources, targets)
         if plan is not None:
             apply_plan(model, plan)
@@ -195,9 +195,6 @@ class FileLoader:
 
     def _read(self, tensors: Mapping[str, torch.Tensor], record: CutRecord | None) -> None:
         targets = [
-            ReadTarget(source=name, tensor=box.value, begin=box.offset)
-            for name in self.sources
-            if name in tensors
-            for box in boxes_of(name, tensors[name], record)
+            (name, box) for name in self.sources if name in tensors for box in boxes_of(name, tensors[name], record)
         ]
         self.bytes_read = read_into(self.checkpoint, self.sources, targets)

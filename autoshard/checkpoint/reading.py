@@ -15,7 +15,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, Entry, ReadTarget, Source
+from autoshard.checkpoint.boxes import Box
+from autoshard.checkpoint.data import Checkpoint, Entry, Source
 from autoshard.checkpoint.traced import fill, leaves
 from autoshard.common.packed import is_packed, stored_tensors
 from autoshard.common.progress import tell
@@ -30,20 +31,20 @@ PACKED_ELEMENTS = 1 << 19
 """Packed at once: what that makes on the way stays in the processor's caches (measured: 5 times as fast as 2**24)."""
 
 
-def read_into(checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Sequence[ReadTarget]) -> int:
+def read_into(checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Sequence[tuple[str, Box]]) -> int:
     """Fill every target from the files, cast to its dtype, on its device; return how many bytes of them were read.
 
     How far it is, in bytes, is told from this thread a few times per second (`common.progress`). Raises
     `CheckpointError` that names the file if it can't be read or is changed meanwhile, and if a source or a target does
     not fit; the targets may then hold anything.
     """
-    by_source: dict[str, list[ReadTarget]] = {}
-    for target in targets:
-        _check_fits(checkpoint, sources[target.source], target)
-        by_source.setdefault(target.source, []).append(target)
+    by_source: dict[str, list[Box]] = {}
+    for name, box in targets:
+        _check_fits(checkpoint, name, sources[name], box)
+        by_source.setdefault(name, []).append(box)
     names = sorted(by_source, key=lambda name: _place(checkpoint, sources[name]))
     nbytes = {name: _wanted_bytes(checkpoint, sources[name], by_source[name]) for name in names}
-    uploads = Uploads(target.tensor.device for target in targets if has_streams(target.tensor.device))
+    uploads = Uploads(box.value.device for _, box in targets if has_streams(box.value.device))
     before = _stamps(checkpoint)
     mode, done, total = torch.is_inference_mode_enabled(), 0, sum(nbytes.values())
 
@@ -68,19 +69,19 @@ def read_into(checkpoint: Checkpoint, sources: Mapping[str, Source], targets: Se
     return done
 
 
-def _check_fits(checkpoint: Checkpoint, source: Source, target: ReadTarget) -> None:
+def _check_fits(checkpoint: Checkpoint, name: str, source: Source, box: Box) -> None:
     """Raise `CheckpointError` unless a source is made of what is there, and a target has the shape of a box of it."""
-    name, shape = target.source, tuple(target.tensor.shape)
+    shape = tuple(box.value.shape)
     missing = [entry for entry in leaves(source.made) if entry not in checkpoint.entries]
     if missing:
         raise CheckpointError(f"{checkpoint.path} has no tensor {missing[0]!r}, which {name} is made of.")
-    begin = target.begin or (0,) * len(source.shape)
+    begin = box.offset or (0,) * len(source.shape)
     ends = tuple(first + length for first, length in zip(begin, shape, strict=False))
     if len(shape) != len(source.shape) or any(end > size for end, size in zip(ends, source.shape, strict=True)):
         raise CheckpointError(f"{name} of shape {list(source.shape)} has no box of {list(shape)} at {list(begin)}.")
-    if not target.begin and shape != source.shape:
+    if not box.offset and shape != source.shape:
         raise CheckpointError(f"{name} needs the shape {list(source.shape)}, and its memory has {list(shape)}.")
-    if target.tensor.is_meta:
+    if box.value.is_meta:
         raise CheckpointError(f"{name} has no memory: it is on the meta device.")
 
 
@@ -89,10 +90,10 @@ def _place(checkpoint: Checkpoint, source: Source) -> tuple[str, int]:
     return str(entry.file), entry.offset
 
 
-def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[ReadTarget]) -> int:
+def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[tuple[str, Box]]) -> int:
     """Bytes of the files that are copied or computed with; what several targets have alike is counted once."""
     entries = [checkpoint.entries[name] for name in leaves(source.made)]
-    boxes = {(target.begin, target.tensor.shape): target.tensor.numel() for target in targets}
+    boxes = {(box.offset, box.value.shape): box.value.numel() for box in targets}
     nbytes = sum(entry.nbytes for entry in entries)
     return nbytes * min(sum(boxes.values()), size) // size if (size := math.prod(source.shape)) else nbytes
 
@@ -122,7 +123,7 @@ def read_entry(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     return map_entries([checkpoint.entries[name]])[0].clone()
 
 
-def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[ReadTarget], uploads: Uploads) -> None:
+def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[Box], uploads: Uploads) -> None:
     """Fill the targets of one source."""
 
     def copy(into: torch.Tensor, value: torch.Tensor) -> None:
@@ -142,11 +143,11 @@ def _read(checkpoint: Checkpoint, name: str, source: Source, targets: Sequence[R
     def entry(one: str) -> torch.Tensor:
         return map_entries([checkpoint.entries[one]])[0]  # a mapping of its own: no pages are kept after it
 
-    for target in targets:
+    for box in targets:
         if source.pack is not None:
-            _read_packed(source, target.tensor.detach(), entry, copy)
+            _read_packed(source, box.value.detach(), entry, copy)
         else:
-            fill(target.tensor.detach(), source.made, entry, copy, target.begin)
+            fill(box.value.detach(), source.made, entry, copy, box.offset)
 
 
 def _write(into: torch.Tensor, value: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source
+from autoshard.checkpoint.boxes import Box
+from autoshard.checkpoint.data import Checkpoint, Source
 from autoshard.checkpoint.reading import read_into
 from autoshard.checkpoint.traced import META, TracedTensor
 from autoshard.errors import CheckpointError
@@ -43,7 +44,7 @@ def leave_unfilled(model: nn.Module, checkpoint: Checkpoint) -> Unfilled:
     }
     buffers = {name: tensor for name, tensor in found.items() if not isinstance(tensor, nn.Parameter)}
     values = {name: torch.empty(tuple(tensor.shape), dtype=tensor.dtype) for name, tensor in buffers.items()}
-    read_into(checkpoint, sources, [ReadTarget(source=name, tensor=value) for name, value in values.items()])
+    read_into(checkpoint, sources, [(name, Box(value)) for name, value in values.items()])
     made: dict[int, torch.Tensor] = {id(buffers[name]): value for name, value in values.items()}
     for tensor in found.values():
         if id(tensor) not in made:

@@ -10,7 +10,8 @@ from torch import nn
 
 import autoshard
 from autoshard.checkpoint import reading
-from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source, whole_entry
+from autoshard.checkpoint.boxes import Box
+from autoshard.checkpoint.data import Checkpoint, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.load import load_applied
 from autoshard.checkpoint.reading import read_into
@@ -44,7 +45,7 @@ def test_packed_by_rows_as_whole(tmp_path, monkeypatch, elements):
             for device in devices
             for name, tensor in wanted.items()
         ]
-        report = read_into(checkpoint, sources, [ReadTarget(source=name, tensor=into) for name, into in found])
+        report = read_into(checkpoint, sources, [(name, Box(into)) for name, into in found])
         for name, into in found:
             assert into.equal(tensors["b"]) if name == "b" else _equal(into, Scaled.pack(wanted[name]))
         assert report == 2 * (40 + 17) * 16 + 3 * 16
@@ -53,7 +54,7 @@ def test_packed_by_rows_as_whole(tmp_path, monkeypatch, elements):
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        target = ReadTarget(source="a", tensor=_empty(tensors["a"]))
+        target = ("a", Box(_empty(tensors["a"])))
         read_into(checkpoint, {"a": replace(sources["a"], pack=refuse)}, [target])
 
 

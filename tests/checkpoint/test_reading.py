@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from autoshard.checkpoint.data import Checkpoint, ReadTarget, Source, whole_entry
+from autoshard.checkpoint.boxes import Box
+from autoshard.checkpoint.data import Checkpoint, Source, whole_entry
 from autoshard.checkpoint.header import open_checkpoint
 from autoshard.checkpoint.reading import read_into
 from autoshard.checkpoint.traced import leaf, traced
@@ -43,9 +44,7 @@ def test_all_dtypes_arrive_bit_for_bit(tmp_path):
     checkpoint = write(tmp_path / "model.safetensors", **tensors, none=torch.zeros(0, 3))
     sources = plain(checkpoint)
     found = [{name: empty(source) for name, source in sources.items()} for _ in range(2)]
-    report = read_into(
-        checkpoint, sources, [ReadTarget(source=name, tensor=one[name]) for one in found for name in one]
-    )
+    report = read_into(checkpoint, sources, [(name, Box(one[name])) for one in found for name in one])
     assert report == sum(entry.nbytes for entry in checkpoint.entries.values())
     for name, value in tensors.items():
         assert (checkpoint.entries[name].dtype, checkpoint.entries[name].shape) == (value.dtype, tuple(value.shape))
@@ -61,7 +60,7 @@ def test_tensors_at_odd_places_of_a_file_arrive(tmp_path):
     (tmp_path / "m.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + data)
     checkpoint = open_checkpoint(tmp_path)
     targets = [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]
-    read_into(checkpoint, plain(checkpoint), [ReadTarget(source="b", tensor=tensor) for tensor in targets])
+    read_into(checkpoint, plain(checkpoint), [("b", Box(tensor)) for tensor in targets])
     assert all(tensor.tolist() == [1.5, -2.0] for tensor in targets)
 
 
@@ -70,11 +69,11 @@ def test_boxes_are_cast_and_read_once(tmp_path):
     checkpoint = write(tmp_path / "m.safetensors", pad=torch.zeros(3), w=value)
     for dtype in (torch.float32, torch.float16, torch.int8):
         whole = torch.full((24, 70), 77, dtype=dtype)
-        boxes = [ReadTarget(source="w", tensor=whole[4 * i : 4 * i + 4, 30:], begin=(4 * i, 30)) for i in range(1, 4)]
-        twice = ReadTarget(source="w", tensor=torch.empty(4, 40, dtype=dtype), begin=(4, 30))
+        boxes = [("w", Box(whole[4 * i : 4 * i + 4, 30:], (4 * i, 30))) for i in range(1, 4)]
+        twice = ("w", Box(torch.empty(4, 40, dtype=dtype), (4, 30)))
         report = read_into(checkpoint, plain(checkpoint, dtype), [*boxes, twice])
         assert torch.equal(whole[4:16, 30:], value.to(dtype)[4:16, 30:]) and (whole[:4] == 77).all()
-        assert torch.equal(twice.tensor, whole[4:8, 30:])
+        assert torch.equal(twice[1].value, whole[4:8, 30:])
         assert report == 12 * 40 * 2
 
 
@@ -89,7 +88,7 @@ def test_fused_tensors_are_read_from_many(tmp_path):
     made = fused({name: traced(leaf(name, (5, 4), torch.float32)) for name in parts}).expression
     sources = {"fused": Source(shape=(3, 4, 10), dtype=torch.float32, made=made)}
     whole, part = torch.empty(3, 4, 10), torch.empty(1, 4, 3)
-    targets = [ReadTarget(source="fused", tensor=whole), ReadTarget(source="fused", tensor=part, begin=(2, 0, 4))]
+    targets = [("fused", Box(whole)), ("fused", Box(part, (2, 0, 4)))]
     assert read_into(checkpoint, sources, targets) == 6 * 80
     assert torch.equal(whole, fused(parts)) and torch.equal(part, whole[2:, :, 4:7])
 
@@ -97,7 +96,7 @@ def test_fused_tensors_are_read_from_many(tmp_path):
 def test_a_file_that_changes_or_goes_is_named(tmp_path):
     file = tmp_path / "m.safetensors"
     checkpoint = write(file, w=torch.randn(400, 128))
-    target = ReadTarget(source="w", tensor=torch.empty(400, 128))
+    target = ("w", Box(torch.empty(400, 128)))
     touch = watched_by(lambda *_: os.utime(file, ns=(5, 5)))
     with pytest.raises(CheckpointError, match="was changed while it was read"), touch:
         read_into(checkpoint, plain(checkpoint), [target])
@@ -113,22 +112,22 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(tmp_path):
     checkpoint = write(tmp_path / "m.safetensors", w=torch.ones(4, 6))
     other = {"w": Source(shape=(4, 6), dtype=torch.float32, made=leaf("v", (4, 6), torch.float32))}
     wrong = [
-        (other, ReadTarget(source="w", tensor=torch.zeros(4, 6)), "no tensor 'v'"),
-        (plain(checkpoint), ReadTarget(source="w", tensor=torch.zeros(6, 4)), "no box"),
-        (plain(checkpoint), ReadTarget(source="w", tensor=torch.zeros(4, 5)), "needs the shape"),
-        (plain(checkpoint), ReadTarget(source="w", tensor=torch.zeros(4, 2), begin=(0, 5)), r"no box of \[4, 2\] at"),
-        (plain(checkpoint), ReadTarget(source="w", tensor=torch.zeros(4, 6, device="meta")), "no memory"),
+        (other, ("w", Box(torch.zeros(4, 6))), "no tensor 'v'"),
+        (plain(checkpoint), ("w", Box(torch.zeros(6, 4))), "no box"),
+        (plain(checkpoint), ("w", Box(torch.zeros(4, 5))), "needs the shape"),
+        (plain(checkpoint), ("w", Box(torch.zeros(4, 2), (0, 5))), r"no box of \[4, 2\] at"),
+        (plain(checkpoint), ("w", Box(torch.zeros(4, 6, device="meta"))), "no memory"),
     ]
     for sources, target, problem in wrong:
         with pytest.raises(CheckpointError, match=problem):
             read_into(checkpoint, sources, [target])
-        assert target.tensor.is_meta or not target.tensor.any()
+        assert target[1].value.is_meta or not target[1].value.any()
 
 
 def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path, monkeypatch):
     checkpoint = write(tmp_path / "m.safetensors", w=torch.ones(1 << 20), v=torch.ones(3))
     seen: list[tuple[str, int, int | None]] = []
-    targets = [ReadTarget(source=name, tensor=empty(source)) for name, source in plain(checkpoint).items()]
+    targets = [(name, Box(empty(source))) for name, source in plain(checkpoint).items()]
     with watched_by(lambda *told: seen.append(told)):
         read_into(checkpoint, plain(checkpoint), targets)
     total = (1 << 22) + 12
@@ -147,7 +146,7 @@ def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path,
 MEASURED = """
 import sys, torch
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.data import ReadTarget, whole_entry
+from autoshard.checkpoint.data import whole_entry
 from autoshard.checkpoint.reading import read_into
 
 def counters():
@@ -160,7 +159,7 @@ for dtype in (torch.bfloat16, torch.float32):
     tensors = {n: torch.empty(s.shape, dtype=s.dtype) for n, s in sources.items()}
     open("/proc/self/clear_refs", "w").write("5")  # forget the peak
     _, before = counters()
-    read_into(checkpoint, sources, [ReadTarget(source=n, tensor=t) for n, t in tensors.items()])
+    read_into(checkpoint, sources, [(n, Box(t)) for n, t in tensors.items()])
     peak, _ = counters()
     print(peak - before - sum(t.nbytes for t in tensors.values()))
     tensors.clear()

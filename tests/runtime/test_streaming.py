@@ -13,7 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.checkpoint.header import open_checkpoint
-from autoshard.checkpoint.mapped import mapped_entries
+from autoshard.checkpoint.reading import map_entries
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut
@@ -79,7 +79,7 @@ def on_disk(model, directory):
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, directory / "model.safetensors")
     checkpoint = open_checkpoint(directory)
     names, parameters = zip(*model.named_parameters(), strict=True)
-    for parameter, mapped in zip(parameters, mapped_entries([checkpoint.entries[name] for name in names]), strict=True):
+    for parameter, mapped in zip(parameters, map_entries([checkpoint.entries[name] for name in names]), strict=True):
         parameter.data = mapped
     return model
 
