@@ -90,7 +90,7 @@ def _place(checkpoint: Checkpoint, source: Source) -> tuple[str, int]:
     return str(entry.file), entry.offset
 
 
-def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[tuple[str, Box]]) -> int:
+def _wanted_bytes(checkpoint: Checkpoint, source: Source, targets: Sequence[Box]) -> int:
     """Bytes of the files that are copied or computed with; what several targets have alike is counted once."""
     entries = [checkpoint.entries[name] for name in leaves(source.made)]
     boxes = {(box.offset, box.value.shape): box.value.numel() for box in targets}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -45,24 +46,13 @@ def calibrate(cluster: Cluster) -> Cluster:
     # cpu, cpu:0, cpu:1, … are one processor.
     real = {d.name: "cpu" if d.name.startswith("cpu") else d.name for d in cluster.devices}
     real = {name: target for name, target in real.items() if target == "cpu" or target in here}
-    measured: dict[str, Device] = {}
+    measured: dict[str, dict[str, Any]] = {}
     for number, device in enumerate(cluster.devices):
         tell("devices", number, len(cluster.devices))
         target = real.get(device.name)
         if target is not None and target not in measured:
             measured[target] = measure_device(device, torch.device(target))
-    devices = []
-    for device in cluster.devices:
-        rates = measured.get(real.get(device.name, ""))
-        if rates is not None:
-            device = replace(
-                device,
-                flops_per_second=rates.flops_per_second,
-                bytes_per_second=rates.bytes_per_second,
-                launch_seconds=rates.launch_seconds,
-                measured=True,
-            )
-        devices.append(device)
+    devices = [replace(device, **measured.get(real.get(device.name, ""), {})) for device in cluster.devices]
     known = _measure_links(cluster, real)
     disk = measure_disk(".") if "disk" in cluster.names else None
     if disk is not None:
@@ -78,8 +68,8 @@ def calibrate(cluster: Cluster) -> Cluster:
     return replace(cluster, devices=tuple(devices), notes=notes).with_known(known)
 
 
-def measure_device(device: Device, target: torch.device) -> Device:
-    """Return the device with its rates measured, within `DEVICE_SECONDS`."""
+def measure_device(device: Device, target: torch.device) -> dict[str, Any]:
+    """Return the fields of a `Device` that are measured, within `DEVICE_SECONDS`."""
     size = "cpu" if target.type == "cpu" else "accelerator"
     # A card that is nearly full is measured with what fits: three matrices in an eighth of it.
     room = device.memory_bytes // 8 if size == "accelerator" else 2**40
@@ -94,13 +84,12 @@ def measure_device(device: Device, target: torch.device) -> Device:
     into = torch.empty_like(source)
     copy_seconds = _seconds(lambda: into.copy_(source), target, 0.2)
     tiny = torch.ones(8, device=target)
-    return replace(
-        device,
-        flops_per_second=flops,
-        bytes_per_second=2 * nbytes / copy_seconds,
-        launch_seconds=_seconds(lambda: tiny.add_(1), target, 0.02, repeat=200),
-        measured=True,
-    )
+    return {
+        "flops_per_second": flops,
+        "bytes_per_second": 2 * nbytes / copy_seconds,
+        "launch_seconds": _seconds(lambda: tiny.add_(1), target, 0.02, repeat=200),
+        "measured": True,
+    }
 
 
 def _gemm_rate(target: torch.device, dtype: torch.dtype, sizes: tuple[int, ...], budget_seconds: float) -> float:

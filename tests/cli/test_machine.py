@@ -8,7 +8,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from autoshard.cli.launch import launch_of, processes_of
+from autoshard.cli.machine import launch_of, processes_of
 from autoshard.cli.main import app
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import PLAN_VARIABLE, Mesh, Plan, PlanDevice
