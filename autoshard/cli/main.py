@@ -52,9 +52,9 @@ def plan_command(
     target: o.TargetName,
     devices: o.Devices = "auto",
     *,
-    planning: o.Planning,
-    asked: o.Asked,
-    recipe: o.Recipe,
+    planning: o.PlanOptions,
+    asked: o.WorkloadOptions,
+    recipe: o.RecipeOptions,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Plan the largest batch that fits.")] = False,
     max_seq: Annotated[bool, typer.Option("--max-seq", help="Plan the longest sequence that fits.")] = False,
     out: Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write the plan here.")] = None,
@@ -82,7 +82,7 @@ def plan_command(
 def profile_command(
     target: o.TargetName,
     *,
-    asked: o.Asked,
+    asked: o.WorkloadOptions,
     depth: Annotated[int, typer.Option("--depth", metavar="N", min=1, help="Levels of the module tree to show.")] = 3,
     axes: Annotated[bool, typer.Option("--axes", help="Show what can be cut over devices, and what can't.")] = False,
     as_json: o.Json = False,
@@ -111,7 +111,7 @@ def estimate_command(
         str | None, typer.Option("--devices", "-d", metavar="SPEC", help="Default: the devices of the plan.")
     ] = None,
     *,
-    asked: o.Asked,
+    asked: o.WorkloadOptions,
     as_json: o.Json = False,
 ) -> None:
     """Say what a plan, or a device_map, costs for TARGET: the plan's own workload unless another is given."""
@@ -129,8 +129,8 @@ def verify_command(
     ] = None,
     devices: o.Devices = "auto",
     *,
-    planning: o.Planning,
-    asked: o.Asked,
+    planning: o.PlanOptions,
+    asked: o.WorkloadOptions,
     as_json: o.Json = False,
 ) -> None:
     """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""

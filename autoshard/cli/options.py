@@ -34,11 +34,11 @@ OfPlan = Annotated[
     typer.Argument(metavar="TARGET", help="The model; default: what the plan was made for.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.", show_default=False)]
-DEVICES = (
+_DEVICES = (
     "auto, 4, cuda:0,cuda:1, 8xH100-80GB, 2x24GiB,1x12GiB, '2 hosts of 8xA100-40GB, 1600Gb/s', cuda:0=20GiB,cpu=60GiB, "
     "or a cluster file."
 )
-Devices = Annotated[str, typer.Option("--devices", "-d", metavar="SPEC", help=DEVICES)]
+Devices = Annotated[str, typer.Option("--devices", "-d", metavar="SPEC", help=_DEVICES)]
 _STRATEGIES = (
     "auto, sequential, balanced, balanced_low_0, column-parallel (tp), pipeline (pp), data-parallel (ddp, fsdp, zero3) "
     "or hybrid."
@@ -58,7 +58,7 @@ _MICRO_BATCH = "Samples that a replica computes at once. Default: chosen."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class WorkloadOptions:
     """What a model is planned, profiled or priced for."""
 
     batch: int | None = _option(None, "--batch", metavar="N", min=1, help="Sequences, images or rows per pass.")
@@ -98,7 +98,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparing:
+class ComparisonOptions:
     """What all plans of a comparison have in common."""
 
     objective: str = _option("latency", "--objective", metavar="NAME", help="latency, throughput or memory.")
@@ -121,7 +121,7 @@ class Comparing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planning(Comparing):
+class PlanOptions(ComparisonOptions):
     """How a plan is made."""
 
     strategy: str = _option("auto", "--strategy", "-s", metavar="NAME", help=_STRATEGIES)
@@ -136,13 +136,13 @@ class Planning(Comparing):
         strategy = choices.strategy_named(self.strategy)
         choices.check_choices(strategy=strategy, schedule=self.schedule)
         return {
-            **Comparing.settings(self, out), "strategy": strategy, "schedule": self.schedule,
+            **ComparisonOptions.settings(self, out), "strategy": strategy, "schedule": self.schedule,
             "pins": pairs(self.pin, "--pin", "model.layers.0=cuda:0"), "num_microbatches": self.micro_batches,
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class RecipeOptions:
     """How processes share a model."""
 
     launch: str | None = _option(None, "--launch", metavar="HOW", help=_LAUNCHES)

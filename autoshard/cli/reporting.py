@@ -33,8 +33,8 @@ def compare_command(
     target: o.TargetName,
     devices: o.Devices = "auto",
     *,
-    comparing: o.Comparing,
-    asked: o.Asked,
+    comparing: o.ComparisonOptions,
+    asked: o.WorkloadOptions,
     as_json: o.Json = False,
 ) -> None:
     """Plan TARGET with every strategy, and price what Accelerate and Transformers would do: fits, memory, seconds."""
@@ -91,8 +91,8 @@ def report_command(
     second: o.OfPlan = None,
     devices: o.Devices = "auto",
     *,
-    planning: o.Planning,
-    asked: o.Asked,
+    planning: o.PlanOptions,
+    asked: o.WorkloadOptions,
     out: Annotated[Path, typer.Option("-o", "--output", metavar="FILE", help="The page.")] = Path("report.html"),
     what_if: Annotated[
         bool,

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from autoshard.common.sizes import format_bytes, format_seconds
-from autoshard.report.layout import INDENT, Cell, Column, numbers, print_section, print_sentences, print_table
+from autoshard.report.layout import INDENT, CellText, Column, numbers, print_section, print_sentences, print_table
 from autoshard.search.best import AS_GOOD
 from autoshard.strategies.compare import Alternative, Comparison, devices_used
 
@@ -33,7 +33,7 @@ def strategy_columns() -> list[Column]:
     return [Column(title="Strategy", flexible=True), *numbers("Devices", "Fullest", "One pass", "Busiest", "Moved")]
 
 
-def strategy_cells(one: Alternative) -> list[Cell]:
+def strategy_cells(one: Alternative) -> list[CellText]:
     """A row of a table of strategies."""
     if one.plan is None or one.estimate is None:
         return [one.name, Text("not possible", style="bright_black"), "", "", "", ""]

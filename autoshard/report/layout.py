@@ -26,7 +26,7 @@ class Column:
     flexible: bool = False
 
 
-Cell = str | Text
+CellText = str | Text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class Table:
 
     label: str
     columns: Sequence[Column]
-    rows: Sequence[Sequence[Cell]]
+    rows: Sequence[Sequence[CellText]]
     chosen: str = ""
 
 
@@ -44,7 +44,9 @@ def numbers(*titles: str) -> list[Column]:
     return [Column(title=title, right=True) for title in titles]
 
 
-def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequence[Cell]], indent: str = "") -> None:
+def print_table(
+    console: Console, columns: Sequence[Column], rows: Sequence[Sequence[CellText]], indent: str = ""
+) -> None:
     """Print rows under grey titles; no titles, no title line."""
     texts = [
         [cell if isinstance(cell, Text) else Text(cell, style=columns[i].style) for i, cell in enumerate(row)]
@@ -71,7 +73,7 @@ def print_table(console: Console, columns: Sequence[Column], rows: Sequence[Sequ
         console.print(text, soft_wrap=True)
 
 
-def table_width(columns: Sequence[Column], rows: Sequence[Sequence[Cell]]) -> int:
+def table_width(columns: Sequence[Column], rows: Sequence[Sequence[CellText]]) -> int:
     """Return how wide a table is if nothing in it is cut."""
     lines = [[column.title for column in columns], *rows]
     cells = [[cell.cell_len if isinstance(cell, Text) else cell_len(cell) for cell in line] for line in lines]

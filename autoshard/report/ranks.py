@@ -6,7 +6,7 @@ from rich.text import Text
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import Estimate, RankEstimate
 from autoshard.plan import Plan
-from autoshard.report.layout import INDENT, Cell, Column, Table, numbers, print_left_off, print_section, print_table
+from autoshard.report.layout import INDENT, CellText, Column, Table, numbers, print_left_off, print_section, print_table
 from autoshard.report.words import fold_paths
 from autoshard.search.reasons import WHAT
 
@@ -20,7 +20,7 @@ def print_mesh(console: Console, plan: Plan) -> None:
     assert plan.mesh is not None
     degrees = {name: degree for name, degree in plan.mesh.degrees.items() if degree > 1}
     print_section(console, "Mesh", ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device")
-    rows: list[list[Cell]] = [[name, str(degree), WHAT[name]] for name, degree in degrees.items()]
+    rows: list[list[CellText]] = [[name, str(degree), WHAT[name]] for name, degree in degrees.items()]
     if plan.launch and plan.workload.training:
         rows.append(["micro-batch", str(plan.micro_batch), f"samples, {plan.num_microbatches} of them per step"])
         rows += [["recompute", plan.recompute, ""], ["precision", plan.precision, ""]]
@@ -47,10 +47,10 @@ def stage_table(plan: Plan, estimate: Estimate) -> Table:
     priced = estimate.pipelining.stages if estimate.pipelining is not None else ()
     training = any(stage.backward_seconds for stage in priced)
     titles = ("Forward", "Backward", "Keeps", "In flight") if training else ("Forward",) if priced else ()
-    rows: list[list[Cell]] = []
+    rows: list[list[CellText]] = []
     for index, stage in enumerate(plan.stages):
         device = priced[index].device if priced else plan.placements.get(stage.paths[0], "") if stage.paths else ""
-        row: list[Cell] = [str(index), device, fold_paths(stage.paths)]
+        row: list[CellText] = [str(index), device, fold_paths(stage.paths)]
         if priced:
             one = priced[index]
             cells = [format_seconds(one.forward_seconds), format_seconds(one.backward_seconds)]
@@ -78,7 +78,7 @@ def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
     if len(estimate.ranks) < 2:
         return
     print_section(console, "Ranks", "seconds of kernels, of waiting for communication, and idle")
-    rows: list[list[Cell]] = [
+    rows: list[list[CellText]] = [
         [
             ranks_label(rank, plan), format_bytes(rank.peak_bytes), format_seconds(rank.compute_seconds),
             format_seconds(rank.exposed_seconds), format_seconds(rank.idle_seconds),
@@ -96,7 +96,7 @@ def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
     totals = [sum(moment.bytes.values()) for moment in estimate.curve]
     over = "a step" if plan.workload.training else "an answer"
     print_section(console, f"Memory over {over}", "of tensors on the fullest rank")
-    rows: list[list[Cell]] = []
+    rows: list[list[CellText]] = []
     for moment, total in zip(estimate.curve, totals, strict=True):
         largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:2]
         width = round(CURVE_WIDTH * total / max(totals))

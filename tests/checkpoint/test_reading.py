@@ -146,6 +146,7 @@ def test_progress_ends_at_the_total_and_an_interrupt_stops_the_readers(tmp_path,
 MEASURED = """
 import sys, torch
 from autoshard.checkpoint.header import open_checkpoint
+from autoshard.checkpoint.boxes import Box
 from autoshard.checkpoint.data import whole_entry
 from autoshard.checkpoint.reading import read_into
 
