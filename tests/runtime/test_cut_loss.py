@@ -4,10 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import autoshard
+from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.search.asked import completed
 from tests.blocks import Block
@@ -72,6 +74,17 @@ WHOLE = {
 }
 
 
+def planned(model, batch):
+    """The plan of rank 0 with its cuts, on all ranks."""
+    text = [""]
+    if dist.get_rank() == 0:
+        workload = Workload(mode="training", batch_size=2)
+        plan = autoshard.plan(model, devices_of(2), inputs=batch, workload=workload, mesh={"tp": 2})
+        text = [completed(model, plan, batch).to_json()]
+    dist.broadcast_object_list(text)
+    return Plan.from_json(text[0])
+
+
 def trained(name):
     """Kinds of actions, whether logits are spread (with, without labels), and the largest error on a rank."""
     torch.manual_seed(0)
@@ -79,10 +92,7 @@ def trained(name):
     model = Model(view, **made, **loss).train()
     batch = {"ids": torch.randint(CLASSES, (2, 6)), "labels": torch.randint(CLASSES, (2, 6))}
     alone, found = copy.deepcopy(model), []
-    plan = autoshard.plan(
-        model, devices_of(2), inputs=batch, workload=Workload(mode="training", batch_size=2), mesh={"tp": 2}
-    )
-    plan = completed(model, plan, batch)
+    plan = planned(model, batch)
     kinds = {action.kind for cut in plan.cuts for action in cut.actions}
     autoshard.apply(model, plan)
     for one in (model, alone):
