@@ -130,7 +130,6 @@ def test_devices_calibrate():
         (["--devices", "2xpotato"], "potato"),
         (["--devices", "2x0GiB"], "0GiB"),
         (["--strategy", "greedy"], "greedy"),
-        (["--objective", "speed"], "speed"),
         (["--batch", "-3"], "Invalid value for '--batch'"),
         (["--new-tokens", "-1"], "--new-tokens"),
         (["--batch", "many"], "valid integer"),

@@ -20,8 +20,8 @@ from tests.report.net import MODEL
 CASES = {
     "placed": ("2x2MiB", "balanced"),
     "stages": ("2xT4", "pipeline"),
-    "replicas": ("2xT4", "data-parallel"),
     "offload": ("cuda:0=400KiB,cpu=1GiB", "balanced"),
+    "replicas": ("2xT4", "data-parallel"),
 }
 
 
@@ -31,7 +31,7 @@ def run(*arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*list(CASES)[:-1], pytest.param("replicas", marks=pytest.mark.slow)])
 def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     spec, strategy = CASES[case]
     net, file, cells = tmp_path / "net.py", tmp_path / "plan.json", []

@@ -63,8 +63,6 @@ def test_the_stages_of_unequal_devices_are_unequal(inference):
     [
         ({"num_microbatches": 9}, "a batch of 8 can't be divided into 9 micro-batches"),
         ({"schedule": "interleaved"}, "needs a process per device"),
-        ({"schedule": "fast"}, "unknown schedule 'fast'"),
-        ({"objective": "speed"}, "unknown objective"),
     ],
 )
 def test_what_can_not_be_is_refused(inference, options, words):
