@@ -13,9 +13,9 @@ from autoshard.common.module_paths import is_below, join, relative
 from autoshard.common.sizes import format_bytes
 from autoshard.plan.batching import BatchAxis
 from autoshard.profile.profile import Profile
-from autoshard.report.layout import INDENT, print_left_off, print_section, print_sentences
+from autoshard.report.layout import INDENT, print_item, print_left_off, print_section, print_sentences
 from autoshard.report.terminal import print_heading
-from autoshard.report.words import after, fold_paths, is_part, members, outer, print_item
+from autoshard.report.words import after, fold_paths, is_part, members, outer
 
 VERSION = 1
 MOST_BLOCKED = 24

@@ -20,9 +20,8 @@ from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
-from autoshard.report.layout import print_section
+from autoshard.report.layout import print_item, print_section
 from autoshard.report.terminal import as_sentence
-from autoshard.report.words import print_item
 from autoshard.search.reasons import WHAT
 from autoshard.search.study import Study
 from autoshard.strategies.paths import collapse

@@ -111,8 +111,19 @@ def print_sentences(console: Console, title: str, sentences: Sequence[str]) -> N
         return
     print_section(console, title)
     for sentence in dict.fromkeys(sentences):
-        for i, line in enumerate(textwrap.wrap(sentence, max(console.width - 4, 20), break_long_words=False)):
-            console.print(Text(f"{INDENT}{'- ' if i == 0 else '  '}{line}"), soft_wrap=True)
+        _print_wrapped(console, sentence, f"{INDENT}- ")
+
+
+def print_item(console: Console, text: str, remark: str) -> None:
+    """Print a text, and in grey what there is to say of it."""
+    _print_wrapped(console, text, INDENT)
+    _print_wrapped(console, remark, INDENT * 2, "bright_black")
+
+
+def _print_wrapped(console: Console, text: str, begin: str, style: str = "") -> None:
+    width = max(console.width - 2 * len(INDENT), 20)
+    for number, line in enumerate(textwrap.wrap(text, width, break_long_words=False)):
+        console.print(Text(f"{begin if number == 0 else INDENT * 2}{line}", style=style), soft_wrap=True)
 
 
 def print_items(console: Console, items: Sequence[Text]) -> None:
@@ -141,15 +152,14 @@ def format_number(value: float) -> str:
 
 def format_count(number: float) -> str:
     """Print a count with a scale: 405 B, 1.2 k."""
-    for scale, unit in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= scale:
-            return f"{number / scale:.3g}{unit}"
-    return f"{number:.3g}"
+    return _scaled(number, ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"), (0, "")))
 
 
 def format_flops(flops: float) -> str:
     """Print floating-point operations with a fitting unit."""
-    for scale, unit in ((1e15, "PFLOP"), (1e12, "TFLOP"), (1e9, "GFLOP"), (1e6, "MFLOP")):
-        if flops >= scale:
-            return f"{flops / scale:.3g} {unit}"
-    return f"{flops:.0f} FLOP"
+    return _scaled(flops, ((1e15, " PFLOP"), (1e12, " TFLOP"), (1e9, " GFLOP"), (1e6, " MFLOP"), (0, " FLOP")))
+
+
+def _scaled(number: float, units: Sequence[tuple[float, str]]) -> str:
+    scale, unit = next(one for one in units if number >= one[0])
+    return f"{number / scale:.3g}{unit}" if scale else f"{number:.0f}{unit}"

@@ -21,6 +21,7 @@ from autoshard.report.layout import (
     format_number,
     is_unicode,
     numbers,
+    print_item,
     print_items,
     print_left_off,
     print_section,
@@ -41,7 +42,7 @@ from autoshard.report.rows import (
     transfer_table,
 )
 from autoshard.report.summary import count_parameters, time_rows, used_devices
-from autoshard.report.words import after, fold_paths, is_part, members, print_item
+from autoshard.report.words import after, fold_paths, is_part, members
 
 MARKS = {
     "weights": ("blue", "█", "#"),

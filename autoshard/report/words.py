@@ -1,15 +1,10 @@
 """Words for dimensions of parameters, made of their paths alone: "layers.0-2.mlp: gate, up rows; down columns"."""
 
 import re
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from rich.console import Console
-from rich.text import Text
-
 from autoshard.common.module_paths import join
-from autoshard.report.layout import INDENT
 
 T = TypeVar("T")
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -96,11 +91,3 @@ def outer(axis: str) -> int:
 def is_part(axis: str) -> bool:
     """Whether an axis has a part that every rank keeps."""
     return any("*" not in part for part in re.split(r"[|]", axis)) if "|" in axis else False
-
-
-def print_item(console: Console, text: str, remark: str) -> None:
-    width = max(console.width - 2 * len(INDENT), 20)
-    for i, line in enumerate(textwrap.wrap(text, width, break_long_words=False)):
-        console.print(Text(f"{INDENT * (1 if i == 0 else 2)}{line}"), soft_wrap=True)
-    for line in textwrap.wrap(remark, width, break_long_words=False):
-        console.print(Text(f"{INDENT * 2}{line}", style="bright_black"), soft_wrap=True)
