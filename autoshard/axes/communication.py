@@ -181,7 +181,7 @@ class CommunicationPoints:
         """
         addends = {(c.op, c.addend) for c in self.walk.contractions if c.addend >= 0 and factor in factors_of(c.axis)}
         summing = {c.op for c in self.walk.contractions if factor in factors_of(c.axis)}
-        cut = {value for value, axes in self.walk.axes.items() if any(factor in factors_of(axis) for axis in axes)}
+        cut = self.walk.values_with(factor)
         partial = set(cut)
         found: dict[int, list[int]] = {}
         for index in self.region.ops:

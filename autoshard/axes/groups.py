@@ -199,7 +199,6 @@ def _groups_of(
         if tensor.value in shared or tensor.value not in own or handed_out:
             walk.why = f"{tensor.name} is {'an output of the model' if handed_out else 'used in several places'}"
             walk.block(walk.axes[tensor.value])
-    walk.resolve_all()
     places = CommunicationPoints(lookup, region, walk, shared)
     reasons: dict[Factor, str] = {}
     made: list[AxisGroup] = []
@@ -245,8 +244,8 @@ def _refused(graph: ModelGraph, walk: AxisWalk, places: CommunicationPoints, fac
     for contraction in walk.contractions:
         if factor in factors_of(contraction.axis) and not covers(contraction.axis, factor):
             return f"{places.where(contraction.op)} sums over more than it"
-    for value, axes in walk.axes.items():
-        if sum(times(axis, factor) for axis in axes) > 1:
+    for value in sorted(walk.values_with(factor)):
+        if sum(times(axis, factor) for axis in walk.axes[value]) > 1:
             return f"a tensor of {places.where(graph.values[value].op)} would be cut twice"
     if places.is_residual(factor):
         return "it runs through the block from its input to its output"

@@ -1,6 +1,6 @@
 """The walk over the ops of one region: every tensor gets axes, and what is summed over or looked up is noted."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,11 +45,13 @@ class AxisWalk:
     why: str = ""
     shapes: Sequence[tuple[int, ...]] = ()
     _op: int = -1
+    _values: dict[Factor, set[int]] | None = None  # what `values_with` returns, if it is known
 
     def of(self, value: int) -> Axes:
         """The axes of a value; one that comes from outside gets fresh ones."""
         if value not in self.axes:
             self.axes[value] = tuple(fresh(size) for size in self.graph.values[value].shape)
+            self._values = None
         return self.axes[value]
 
     def unify(self, left: Axis, right: Axis) -> None:
@@ -80,6 +82,7 @@ class AxisWalk:
     def run(self, op: Op) -> None:
         """Apply the rule of one op."""
         self.ops.add(op.index)
+        self._values = None
         values = self.graph.values
         self.name, self.why = name_of(op), where(self.graph, op)
         self._op, self.shapes = op.index, [values[value].shape for value in op.outputs]
@@ -120,18 +123,30 @@ class AxisWalk:
         else:
             self.axes[value] = tuple(made)
 
+    def values_with(self, factor: Factor) -> Set[int]:
+        """The values that have the factor in a dimension, once all ops were walked."""
+        if self._values is None:
+            self._values = {}
+            for value, axes in self.axes.items():
+                for one in (one for axis in axes for one in factors_of(axis)):
+                    self._values.setdefault(one, set()).add(value)
+        return self._values.get(factor, frozenset())
+
     def cut_dims(self, value: int, factor: Factor) -> list[int]:
         """Dimensions of a value that have the factor in them."""
+        if self._values is not None and value not in self.values_with(factor):
+            return []
         return [dim for dim, axis in enumerate(self.axes.get(value, ())) if factor in factors_of(axis)]
 
     def works_on(self, op: int, factor: Factor) -> bool:
         """Whether an op reads or makes a tensor that has the factor."""
         row = self.graph.ops[op]
-        return any(self.cut_dims(value, factor) for value in (*row.inputs, *row.outputs))
+        return not self.values_with(factor).isdisjoint((*row.inputs, *row.outputs))
 
     def resolve_all(self) -> None:
         """Replace all axes by what is known at the end."""
         self.axes = {value: tuple(map(resolve, axes)) for value, axes in self.axes.items()}
+        self._values = None
 
 
 def walk_over(graph: ModelGraph, ops: Iterable[Op]) -> AxisWalk:

@@ -109,11 +109,12 @@ def _of_walk(
     for one in walk.contractions:
         if not slices.keys().isdisjoint(factors_of(one.axis)):
             summed.setdefault(one.op, set()).update({one.addend} - {-1})
-    drawn = {op for op, value in walk.random_calls if any(walk.cut_dims(value, factor) for factor in slices)}
+    touched = {value for factor in slices for value in walk.values_with(factor)}
+    drawn = {op for op, value in walk.random_calls if value in touched}
     for place, index in enumerate(ops):
         op, row = graph.ops[index], Required()
-        for value in dict.fromkeys((*op.inputs, *op.outputs)):
-            axes = walk.axes.get(value, ())
+        for value in touched.intersection((*op.inputs, *op.outputs)):
+            axes = walk.axes[value]
             for dim, axis in enumerate(axes):
                 texts = [(describe(axis, factor), share) for factor, share in cut.items() if factor in factors_of(axis)]
                 if texts:

@@ -276,7 +276,7 @@ def _block(
     read = {value for index in indices for value in graph.ops[index].inputs if value in tensors}
     parameters = [tensors[value] for value in read if tensors[value].kind == "parameter"]
     groups = [group for group in groups if any(group.walk.cut_dims(value, group.factor) for value in read)]
-    cut = {value for group in groups for value in group.walk.axes if group.walk.cut_dims(value, group.factor)}
+    cut = {value for group in groups for value in group.walk.values_with(group.factor)}
     grouped = expert_weights(graph, (graph.ops[index] for index in indices))
     read_here = {graph.values[value].storage for value in read}
     experts = {storage: count for storage, count in dispatched_weights(graph).items() if storage in read_here} | grouped
