@@ -65,16 +65,16 @@ def capture(
 
 
 def observe_calls(
-    model: nn.Module, inputs: Any, workload: Workload | None, paths: Iterable[str]
+    model: nn.Module, inputs: Any, workload: Workload | None, paths: Iterable[str], level: Level | None = None
 ) -> dict[str, list[tuple[tuple, dict[str, Any]]]]:
     """Run a forward as `capture(…, composite=True)` does and return what the modules at `paths` were called with.
 
     By path, (args, kwargs) of up to two calls in the first forward, with `observe.TensorSpec` for tensors; none of a
-    module that was not called. Raises as `capture` does.
+    module that was not called. `level`: of the graph, if it is known. Raises as `capture` does.
     """
     observer = Observer(model, paths)
     workload = dataclasses.replace(workload or Workload(), mode="inference")
-    _captured(model, inputs, workload, None, True, observer)
+    _captured(model, inputs, workload, level, True, observer)
     return observer.calls
 
 
@@ -91,6 +91,7 @@ def record_forward(
     most_ops: int | None = None,
     at_end: Callable[[Find], None] | None = None,
     histories: bool = False,
+    level: Level | None = None,
 ) -> tuple[ModelGraph, CallLog]:
     """Record a forward with composite ops as `capture` does, and log how modules were called and what was read.
 
@@ -98,13 +99,13 @@ def record_forward(
     and the log says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
     what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
-    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `CallLog`. Raises as `capture`
-    does, or `TooManyOps`.
+    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `CallLog`; `level`: as of
+    `capture`, which tells what is raised, but for `TooManyOps`.
     """
     call_log = CallLog(grad, failing, most_ops, histories)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, call_log=call_log,
               small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
-    return _climb(run, None, real), call_log
+    return _climb(run, level, real), call_log
 
 
 def calls_of(model: nn.Module, inputs: Any, workload: Workload) -> list[Call]:

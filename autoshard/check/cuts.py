@@ -259,4 +259,4 @@ def check_cuts(
 
     first = RankRuns(what="", graph=graph, groups={}, record=record)
     others = partial(other_runs, model, (args, kwargs), workload, found.groups)
-    return CutChecks(model, graph, found, observe_calls(model, inputs, workload, paths), first, others)
+    return CutChecks(model, graph, found, observe_calls(model, inputs, workload, paths, graph.level), first, others)

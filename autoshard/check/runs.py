@@ -140,7 +140,7 @@ def _with_gradients(model: nn.Module, call: Arguments) -> RankRuns:
     args, kwargs = call
 
     def record(local: nn.Module) -> ModelGraph:
-        return record_forward(local, args, kwargs, grad=True, histories=True)[0]
+        return record_forward(local, args, kwargs, grad=True, histories=True, level=graph.level)[0]
 
     graph, call_log = record_forward(model, args, kwargs, grad=True, histories=True)
     groups = _by_key(find_groups(graph).groups)

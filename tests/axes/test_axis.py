@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from autoshard.axes.axis import (
     Cat,
@@ -24,6 +25,8 @@ from autoshard.axes.axis import (
     size_of,
     unify,
 )
+from autoshard.axes.walk import AxisWalk
+from autoshard.capture.capture import capture
 from autoshard.plan.sharding import coordinates_of, even_shares, kept
 
 SIZES = st.sampled_from([6, 8, 12, 16, 24, 36, 48])
@@ -284,3 +287,15 @@ def test_shares_are_as_even_as_they_go():
     assert even_shares(7, 3) == (3, 2, 2)
     assert kept("(*4x2|1)", (1, 3), 0).tolist() == [0, 1, 8]
     assert kept("(*4x2|1)", (1, 3), 1).tolist() == [2, 3, 4, 5, 6, 7, 8]
+
+
+def test_values_with_a_factor_are_found_anew_when_more_is_walked():
+    layers = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+    graph = capture(layers, torch.ones(2, 4), composite=True)
+    walk = AxisWalk(graph)
+    for op in graph.ops:
+        walk.run(op)
+        for factor in {factor for axes in walk.axes.values() for axis in axes for factor in factors_of(axis)}:
+            found = {value for value, axes in walk.axes.items() if any(factor in factors_of(axis) for axis in axes)}
+            assert walk.values_with(factor) == found
+            assert all(bool(walk.cut_dims(value, factor)) == (value in found) for value in walk.axes)
