@@ -343,9 +343,12 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
 
 
 @functools.cache
-def usual_topology(card: str, per_host: int) -> Any:
+def usual_topology(card: str, per_host: int) -> Topology:
     """Hosts of a card as the hardware table has them."""
-    return topology_of(parse_devices(f"2 hosts of {per_host}x{card}"))
+    found = topology_of(parse_devices(f"2 hosts of {per_host}x{card}"))
+    if found is None:
+        raise Unpriced(f"hosts of {card} are not equal")
+    return found
 
 
 def network_gbits(row: Row, per_host: int) -> float:
