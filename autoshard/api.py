@@ -25,7 +25,7 @@ from autoshard.plan.choices import (
     WeightDtype,
 )
 from autoshard.plan.workload import Workload
-from autoshard.search.asked import as_plan, cluster_for, completed, is_device_map, plan_asked, profile_model
+from autoshard.search.asked import as_plan, cluster_for, completed, in_size, is_device_map, plan_asked, profile_model
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -56,7 +56,7 @@ def capture(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workl
 
 def profile(model: nn.Module, inputs: "Inputs | None" = None, *, workload: Workload | None = None) -> "Profile":
     """Measure memory and compute of every module without allocating the model. Raises `CaptureError`."""
-    return profile_model(model, inputs, workload)
+    return profile_model(model, in_size(model, inputs, workload), workload)
 
 
 def plan(

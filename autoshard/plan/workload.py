@@ -16,7 +16,7 @@ class Workload:
     """The use a plan is valid for.
 
     Attributes:
-        batch_size: sequences (or images, or rows) per forward; None: as in the inputs given.
+        batch_size: sequences (or images, or rows) per forward, of all replicas; None: as in the inputs given.
         sequence_length: tokens per sequence; None: as in the inputs given.
         new_tokens: tokens generated after the prompt; 0 plans the forward alone.
         mode: "inference" or "training" (forward, backward and optimizer step).

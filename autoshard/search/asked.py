@@ -8,11 +8,13 @@ from torch import nn
 
 from autoshard.common.collector import no_collection
 from autoshard.errors import SpecError
+from autoshard.nested import tensors_in
 from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import check_choices, strategy_named
 from autoshard.plan.workload import Workload
 from autoshard.search.planning import plan_measured
+from autoshard.search.traced import arguments, repeated, sizes_of
 
 if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
@@ -51,6 +53,7 @@ def plan_asked(
     )
     if chosen is not None:
         return chosen.plan
+    inputs = in_size(model, inputs, workload)
     measured = measured_for(model, inputs, workload, known)
     from autoshard.cluster.parse import limited_to
     from autoshard.search.fewer_bits import with_hint
@@ -159,6 +162,27 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
         )  # fmt: skip
         plan = launched.with_cuts(plan, found)
     return plan
+
+
+def in_size(model: nn.Module, inputs: Any, workload: Workload | None) -> Any:
+    """The inputs with as many samples as the workload says: the first of them, or those given again and again.
+
+    Raises `SpecError` for sequences of another length.
+    """
+    if workload is None or inputs is None:
+        return inputs
+    given = arguments(model, inputs, workload)[0]
+    shapes = [tuple(tensor.shape) for _, tensor in tensors_in(given)]
+    batch, length = workload.batch_size, workload.sequence_length
+    if length is not None and not any(length in shape for shape in shapes):
+        raise SpecError(
+            f"the workload has sequence_length={length}, and no input has that size, of {', '.join(map(str, shapes))}. "
+            "Give inputs of that length, or leave sequence_length out."
+        )
+    if batch is None or any(batch in shape[:2] for shape in shapes):
+        return inputs
+    rows, _ = sizes_of(given, workload)
+    return repeated(given, rows, batch, least_dims=2 if rows == 1 else 1)
 
 
 def is_device_map(value: Any) -> TypeGuard[Mapping[str, Any]]:

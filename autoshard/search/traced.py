@@ -46,10 +46,10 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     """Record one forward, with its loss in training. Raises `CaptureError` and `PlanError` where that can't be done."""
     few = workload if inputs is not None else replace(workload, batch_size=TRACED_SAMPLES)
     given, graph = _recorded(model, inputs, few)
-    traced, tokens = _sizes(given, workload)
+    traced, tokens = sizes_of(given, workload)
     walk = walk_over(graph, graph.ops)
     work = model_work(walk, traced, tokens)
-    samples = workload.batch_size or (1 if inputs is None else _sizes(_arguments(model, inputs, few)[0], workload)[0])
+    samples = workload.batch_size or (1 if inputs is None else sizes_of(arguments(model, inputs, few)[0], workload)[0])
     asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
     return Traced(
         model=model, inputs=given, workload=asked, graph=graph, walk=walk, work=work, samples=samples,
@@ -72,30 +72,32 @@ def _recorded(model: nn.Module, inputs: Any, workload: Workload) -> tuple[Any, M
 
 def _calls(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
     """Arguments that the model may take, the likeliest first: of one sample, with the same sample twice before."""
-    calls = _arguments(model, inputs, workload)
+    calls = arguments(model, inputs, workload)
     if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
         unmasked = [{k: v for k, v in given.items() if k != "attention_mask"} for given in calls if given]
         return [*unmasked, *calls]
     (given,) = calls
-    if _sizes(given, workload)[0] > 1:
+    if sizes_of(given, workload)[0] > 1:
         return calls
-    return [_twice(given, least_dims=1), _twice(given, least_dims=2), given]
+    return [repeated(given, 1, 2, least_dims=1), repeated(given, 1, 2, least_dims=2), given]
 
 
-def _arguments(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
+def arguments(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
+    """The arguments of calls that the model may take, each as a tuple or a dict."""
     return [kwargs or args for args, kwargs in calls_of(model, inputs, workload)]
 
 
-def _twice(given: Any, least_dims: int) -> Any:
-    """The same arguments with two of the only sample, in all tensors that have so many dimensions."""
+def repeated(given: Any, have: int, samples: int, *, least_dims: int) -> Any:
+    """The same arguments with so many samples instead of those they have, in tensors with enough dimensions."""
     made: dict[int, torch.Tensor] = {}
 
-    def repeated(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < least_dims or tensor.shape[0] != 1:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() < least_dims or tensor.shape[0] != have:
             return tensor
-        return made.setdefault(id(tensor), torch.cat([tensor, tensor]))  # `labels=ids` are one tensor before and after
+        whole = torch.cat([tensor] * -(-samples // have))[:samples].clone()
+        return made.setdefault(id(tensor), whole)  # `labels=ids` are one tensor before and after
 
-    return map_tensors(given, repeated)
+    return map_tensors(given, change)
 
 
 def _shorter(traced: Traced, workload: Workload) -> Any:
@@ -108,7 +110,7 @@ def _shorter(traced: Traced, workload: Workload) -> Any:
     return traced.inputs
 
 
-def _sizes(given: Any, workload: Workload) -> tuple[int, int]:
+def sizes_of(given: Any, workload: Workload) -> tuple[int, int]:
     """Samples and tokens of the inputs that were traced: those of the integers of two dimensions, else of the first."""
     tensors = [one for one in (given.values() if isinstance(given, dict) else given) if isinstance(one, torch.Tensor)]
     ids = next((one for one in tensors if one.dim() == 2 and not one.is_floating_point()), None)
