@@ -14,7 +14,6 @@ from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import check_choices, strategy_named
 from autoshard.plan.workload import Workload
 from autoshard.search.planning import plan_measured
-from autoshard.search.traced import arguments, repeated, sizes_of
 
 if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
@@ -171,6 +170,8 @@ def in_size(model: nn.Module, inputs: Any, workload: Workload | None) -> Any:
     """
     if workload is None or inputs is None:
         return inputs
+    from autoshard.search.traced import arguments, repeated, sizes_of
+
     given = arguments(model, inputs, workload)[0]
     shapes = [tuple(tensor.shape) for _, tensor in tensors_in(given)]
     batch, length = workload.batch_size, workload.sequence_length
