@@ -12,7 +12,7 @@ from autoshard.errors import ApplyError, PlanError, RankError
 from tests.conformance.rank_checks import CACHES, check_models, own_plan
 from tests.conformance.tp_plans import slow_devices
 from tests.models import HF_CASES, by_name
-from tests.ranks import run_jobs, run_ranks
+from tests.ranks import run_ranks
 
 QUICK = {
     2: ["llama", "convnext"],
@@ -88,8 +88,7 @@ def caches_of_others(case, plan):
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 
 
-def test_two_ranks():
-    """Equal to the whole model, on the plan of one of them; and each rank plans alike, while the other waits."""
-    jobs = {"models": (check_models, ["llama"], CACHES[:1]), "plans": (plans_by_themselves,)}
-    one, other = run_ranks(run_jobs, 2, jobs, timeout_seconds=300, group_seconds=120)
-    assert one["plans"] == other["plans"]
+def test_ranks_plan_alike():
+    """Each by itself, while the other waits. Of every day, cut models are equal in `test_cuts` and `test_loading`."""
+    one, other = run_ranks(plans_by_themselves, 2, timeout_seconds=300, group_seconds=120)
+    assert one == other
