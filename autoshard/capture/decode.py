@@ -86,7 +86,7 @@ def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], more
     """Keyword arguments of a forward over the tokens given and `more` of them.
 
     The columns are appended to the tokens and to every integer input as long as they are. A decoder that is given no
-    tokens of its own starts with one. Labels are left out: the last logit alone has no loss.
+    tokens of its own starts with one.
     """
     parameters = inspect.signature(model.forward).parameters
     bound = inspect.signature(model.forward).bind_partial(*args, **kwargs)
@@ -96,7 +96,6 @@ def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], more
             named.update(value)
         else:
             named[name] = value
-    named.pop("labels", None)
     pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _TOKENS[0] in parameters
     if more and pair and named.get(_TOKENS[0]) is None and named.get("decoder_inputs_embeds") is None:
         given = next((value for value in named.values() if isinstance(value, torch.Tensor) and value.dim()), None)

@@ -111,27 +111,6 @@ def test_decode_of_encoder_decoders_runs_the_encoder_with_the_prompt(name):
     assert graph.state
 
 
-class Answers(nn.Module):
-    """Keeps its tokens from call to call, makes the last logits where only they are asked for, and has a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(8, 8)
-
-    def forward(self, input_ids, labels=None, past=None, use_cache=False, logits_to_keep=0):
-        x = self.table(input_ids)
-        x = x if past is None else torch.cat([past[0], x], dim=1)
-        logits = self.table(input_ids)[:, -logits_to_keep:]
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return {"loss": loss, "logits": logits, "past": (x,)}
-
-
-def test_labels_are_left_out_where_a_step_is_made():
-    ids = torch.randint(0, 8, (2, 5))
-    graph = capture(Answers(), {"input_ids": ids, "labels": ids}, workload=Workload(new_tokens=1), composite=True)
-    assert [name for name, _, _ in graph.phases] == ["forward", "decode"]
-
-
 def test_no_cached_step_is_noted():
     graph = capture(built("vit"), workload=Workload(new_tokens=2))
     assert len(graph.phases) == 1 and any("no cached step" in note for note in graph.notes)
