@@ -56,17 +56,20 @@ def digest_of(plan: Plan) -> str:
     return hashlib.sha256(done.to_json().encode()).hexdigest()
 
 
-def _generators(device: torch.device | None) -> Any:
-    """The module of torch with the random generators of a device, None where the CPU's is the only one."""
+def _generators(device: torch.device | None) -> tuple[Any, tuple[torch.device, ...]] | None:
+    """The module of torch with the random generators of a device, and how it is named there ("mps" has only one).
+
+    None where the CPU's is the only one.
+    """
     if device is None or device.type in ("cpu", "meta"):
         return None
-    return torch.get_device_module(device)
+    return torch.get_device_module(device), () if device.type == "mps" else (device,)
 
 
 def random_states(device: torch.device | None) -> tuple[torch.Tensor, ...]:
     """The states of the random generators of the CPU and of a device."""
     own = _generators(device)
-    return (torch.get_rng_state(), *([] if own is None else [own.get_rng_state(device)]))
+    return (torch.get_rng_state(), *([] if own is None else [own[0].get_rng_state(*own[1])]))
 
 
 def set_random_states(states: Sequence[torch.Tensor], device: torch.device | None) -> None:
@@ -75,7 +78,7 @@ def set_random_states(states: Sequence[torch.Tensor], device: torch.device | Non
     torch.set_rng_state(first)
     own = _generators(device)
     if own is not None and others:
-        own.set_rng_state(others[0], device)
+        own[0].set_rng_state(others[0], *own[1])
 
 
 def agree(
