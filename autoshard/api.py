@@ -25,7 +25,16 @@ from autoshard.plan.choices import (
     WeightDtype,
 )
 from autoshard.plan.workload import Workload
-from autoshard.search.asked import as_plan, cluster_for, completed, in_size, is_device_map, plan_asked, profile_model
+from autoshard.search.asked import (
+    as_plan,
+    cluster_for,
+    completed,
+    in_size,
+    is_device_map,
+    largest_asked,
+    plan_asked,
+    profile_model,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -124,16 +133,9 @@ def largest(
     `settings` are those of `plan`. Every size that is tried is profiled and planned; the plan's workload says which one
     it is, and one more does not fit. Raises what `plan()` raises for the first size: that of `workload`, or 1.
     """
-    from autoshard.search.planning import largest_plan
-
     if inputs is not None and not callable(inputs):
         raise SpecError(f"inputs of one size can't grow: give a function of {vary} that makes them.")
-
-    def measured(asked: Workload) -> tuple[nn.Module, Any, "Profile"]:
-        made = inputs(**{vary: getattr(asked, vary)}) if callable(inputs) else None
-        return model, made, profile(model, made, workload=asked)
-
-    return largest_plan(vary, workload or Workload(), measured, cluster_for(devices), **settings)
+    return largest_asked(model, devices, vary, inputs, workload or Workload(), **settings)
 
 
 def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | None" = None) -> Estimate:

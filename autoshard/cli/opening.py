@@ -119,9 +119,9 @@ def make_largest(
 
     measured: dict[int, tuple[Target, Profile]] = {}
 
-    def planned(asked: "Workload") -> "tuple[Target, Chosen | None]":
+    def planned(asked: "Workload", **changed: Any) -> "tuple[Target, Chosen | None]":
         loaded = load(target, asked)
-        return loaded, choose(loaded, asked, cluster, settings | one_step, wishes)
+        return loaded, choose(loaded, asked, cluster, settings | changed, wishes)
 
     def measure(asked: "Workload") -> "tuple[Any, Any, Profile]":
         loaded = load(target, asked)
@@ -130,9 +130,6 @@ def make_largest(
         measured[getattr(asked, vary)] = loaded, profile
         return loaded.model, loaded.inputs, profile
 
-    # a step of training with several micro-batches has no largest batch: one per replica unless more are asked for
-    alone = vary == "batch_size" and workload.training and settings["num_microbatches"] is None
-    one_step = {"num_microbatches": 1} if alone else {}
     tried = _tell_size(vary.replace("_", " "))
     grown = largest_chosen(vary, workload, planned, cluster, settings["num_microbatches"], tried)
     if grown is not None:

@@ -1,7 +1,7 @@
 """What calls and commands ask for, as they are given: devices, a model to profile, a plan or a device map."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
@@ -77,6 +77,36 @@ def chosen_for(
         wishes=Wishes(**(wishes or {})), num_microbatches=num_microbatches, schedule=schedule,
         assume_independent_rows=assume_independent_rows, one_process_alone=alone,
     )  # fmt: skip
+
+
+def largest_asked(
+    model: nn.Module, devices: Any, vary: str, inputs: Callable[..., Any] | None, workload: Workload, *,
+    strategy: str = "auto", objective: str = "latency", max_memory: "Mapping[Any, Size] | None" = None, **settings: Any,
+) -> Plan:  # fmt: skip
+    """Plan for the largest batch or sequence, for processes or for one; see `autoshard.largest`."""
+    from autoshard.search.choose import Wishes
+    from autoshard.search.largest import largest_chosen
+    from autoshard.search.planning import check_varied, largest_plan
+
+    check_varied(vary)
+    cluster, count = cluster_for(devices, max_memory), settings.pop("num_microbatches", None)
+    wishes = {one.name: settings.pop(one.name) for one in fields(Wishes) if one.name in settings}
+    settings |= {"strategy": strategy_named(strategy), "objective": objective, "max_memory": max_memory}
+
+    def made(asked: Workload) -> Any:
+        return None if inputs is None else inputs(**{vary: getattr(asked, vary)})
+
+    def planned(asked: Workload, **changed: Any) -> "tuple[None, Chosen | None]":
+        return None, chosen_for(model, made(asked), asked, cluster, wishes=wishes, **settings | changed)
+
+    def measured(asked: Workload) -> "tuple[nn.Module, Any, Profile]":
+        given = made(asked)
+        return model, given, profile_model(model, given, asked)
+
+    grown = largest_chosen(vary, workload, planned, cluster, count)
+    if grown is not None:
+        return grown[1].plan
+    return largest_plan(vary, workload, measured, cluster, num_microbatches=count, **settings)
 
 
 def measured_for(model: nn.Module, inputs: Any, workload: Workload | None, known: "Profile | None") -> "Profile":

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan.workload import Workload
-from autoshard.search.best import search
+from autoshard.search.best import is_run, search
 from autoshard.search.choose import Chosen
 
 Made = TypeVar("Made")
@@ -88,19 +88,23 @@ def _where_full(fits: dict[int, float]) -> int:
 
 
 def largest_chosen(
-    vary: str, workload: Workload, planned: Callable[[Workload], tuple[Made, Chosen | None]], cluster: Cluster,
+    vary: str, workload: Workload, planned: Callable[..., tuple[Made, Chosen | None]], cluster: Cluster,
     num_microbatches: int | None = None, tried: Callable[[int, float | None], None] | None = None,
 ) -> tuple[Made, Chosen] | None:  # fmt: skip
     """The plan for processes with the largest batch or sequence that fits, with what `planned` gave beside it.
 
-    None where `planned` gives none for the first size: then one process is planned. Raises what planning raises there.
+    `planned(workload, num_microbatches=…)`. None where it gives none for the first size: then one process is planned.
+    Raises what planning raises there.
     """
     batch = vary == "batch_size"
+    # a step of training with several micro-batches has no largest batch: one per replica unless more are asked for
+    count = num_microbatches or (1 if batch and workload.training else None)
     step = (len(cluster.devices) if workload.training else 1) * (num_microbatches or 1) if batch else 1
     start = max(1, -(-(getattr(workload, vary) or (1 if batch else 512)) // step)) * step
 
     def at(size: int) -> tuple[Made, Chosen | None]:
-        return planned(replace(workload, **{vary: size, "assumed": False}))  # type: ignore[arg-type]
+        asked = replace(workload, **{vary: size, "assumed": False})  # type: ignore[arg-type]
+        return planned(asked, num_microbatches=count)
 
     first = at(start)[1]
     if first is None:
@@ -124,6 +128,8 @@ def largest_chosen(
 def _fullness(chosen: Chosen, batch: int) -> float:
     """How full the fullest device is with another batch. Raises `PlanError` where no recipe fits."""
     best = search(replace(chosen.task, limits=replace(chosen.task.limits, samples=batch))).best
-    if best is None:
+    assert chosen.plan.mesh is not None
+    runs = chosen.plan.mesh.pp == 1  # as `apply` carries out: then a larger batch has to run as well
+    if best is None or (runs and not is_run(chosen.task, best.recipe)):
         raise PlanError(f"no recipe fits with a batch of {batch}.")
     return best.estimate.used_bytes / max(1, chosen.estimate.fullest.memory_bytes)

@@ -98,6 +98,12 @@ def _saying_what_is_free(plan: Plan, request: Request) -> Plan:
     return dataclasses.replace(plan, reasons=(*plan.reasons, words))
 
 
+def check_varied(vary: str) -> None:
+    """Refuse to vary anything but a size of inputs."""
+    if vary not in ("batch_size", "sequence_length"):
+        raise SpecError(f"{vary!r} can't be varied: batch_size or sequence_length can.")
+
+
 def largest_plan(
     vary: str,
     workload: Workload,
@@ -114,9 +120,6 @@ def largest_plan(
     """
     from autoshard.engine.pricer import price
     from autoshard.search.largest import largest
-
-    if vary not in ("batch_size", "sequence_length"):
-        raise SpecError(f"{vary!r} can't be varied: batch_size or sequence_length can.")
 
     def make(size: int) -> tuple[Plan, float]:
         asked: dict[str, Any] = {vary: size, "assumed": False}

@@ -8,6 +8,7 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan.workload import Workload
 from autoshard.search.largest import largest
 from tests.blocks import Blocks
+from tests.search.models import Decoder
 
 
 def curve(full, power=1, base=0.1):
@@ -54,6 +55,30 @@ def test_largest_batch_of_a_model():
         autoshard.plan(Blocks(), limits, inputs=inputs(size + 1), strategy="balanced",
                        workload=Workload(batch_size=size + 1))  # fmt: skip
     assert any("larger" in reason and str(size) in reason for reason in plan.reasons)
+
+
+def test_largest_batch_over_processes():
+    """As on the command line: for the recipe that is given, and with every size looked up in one trace."""
+    with torch.device("meta"):
+        model = Decoder()
+
+    def inputs(batch_size):
+        ids = torch.zeros(batch_size, 512, dtype=torch.long)
+        return {"ids": ids, "labels": ids}
+
+    recipe = {"mesh": "fsdp=8", "precision": "full", "recompute": "none"}
+    plan = autoshard.largest(
+        model, "8xA100-40GB", inputs=inputs, workload=Workload(mode="training"), strategy="fsdp", **recipe
+    )
+    size = plan.workload.batch_size
+    assert (
+        plan.mesh.fsdp == 8
+        and size % 8 == 0
+        and any(f"batch size {size} is the largest" in why for why in plan.reasons)
+    )
+    with pytest.raises(PlanError):
+        autoshard.plan(model, "8xA100-40GB", inputs=inputs(2), num_microbatches=1, **recipe,
+                       workload=Workload(mode="training", batch_size=size + 8))  # fmt: skip
 
 
 def test_inputs_that_can_not_grow():
