@@ -77,7 +77,7 @@ def step_recipes(
         count = own // micro
         if given.num_microbatches not in (None, count):
             continue
-        if mesh.pp > 1 and count > 1 and not limits.divisible:
+        if count > 1 and not limits.divisible and (mesh.pp > 1 or not given.in_parts):
             continue
         for schedule, per_rank in _schedules(mesh.pp, count, limits.layers, given):
             recipe = on_mesh(

@@ -53,6 +53,11 @@ class Fixed:
     axes: tuple[str, ...] = DEGREES
     everyone: bool = False
 
+    @property
+    def in_parts(self) -> bool:
+        """Whether the user says in what parts the batch of a step is computed, though it may not be divisible."""
+        return self.micro_batch is not None or self.num_microbatches is not None
+
 
 def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") -> Limits:
     """Derive the limits from the blocks of a model; `widest`: devices of a host, which tensor parallelism stays in.

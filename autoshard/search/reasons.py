@@ -69,7 +69,8 @@ def _what(task: SearchTask, best: Priced) -> Iterator[str]:
         if task.precision == PRECISIONS["pure"]:
             yield "all is kept in 16 bits, so small updates of weights are lost; --precision mixed keeps float32"
     if task.devices > 1 and task.limits.samples > 1 and task.limits.why_not:
-        yield f"no replicas: {task.limits.why_not.removesuffix('.')}"
+        parts = " and no micro-batches" if task.training and not task.given.in_parts else ""
+        yield f"no replicas{parts}: {task.limits.why_not.removesuffix('.')}"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
@@ -192,7 +193,8 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
         f"{format_bytes(needed)} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
         f"{format_bytes(task.card.memory_bytes)} that may be used"
     )
-    return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task)}"
+    why = task.limits.why_not and f" {task.limits.why_not[0].upper()}{task.limits.why_not[1:]}"
+    return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task)}{why}"
 
 
 def _of_the_loss(closest: Priced, lacking: float) -> str:

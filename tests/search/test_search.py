@@ -161,7 +161,12 @@ def test_why_there_are_no_replicas_is_said():
     asked = Asked(why_undivided="its rows depend on each other.")
     plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), asked)
     assert plan.mesh is not None and plan.mesh.dp == plan.mesh.fsdp == 1
-    assert "no replicas: its rows depend on each other" in plan.reasons
+    assert "no replicas and no micro-batches: its rows depend on each other" in plan.reasons
+    assert plan.num_microbatches == 1
+    with pytest.raises(PlanError, match=r"or larger devices\. Its rows depend"):
+        plan_processes(traced(samples=512), parse_devices("2xT4"), asked)
+    plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), replace(asked, given=Fixed(micro_batch=4)))
+    assert plan.num_microbatches == 8 and "no replicas: its rows depend on each other" in plan.reasons
 
 
 def test_one_device_is_compared_with_nothing_that_takes_several():
