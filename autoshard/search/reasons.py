@@ -69,8 +69,8 @@ def _what(task: SearchTask, best: Priced) -> Iterator[str]:
         if task.precision == PRECISIONS["pure"]:
             yield "all is kept in 16 bits, so small updates of weights are lost; --precision mixed keeps float32"
     if task.devices > 1 and task.limits.samples > 1 and task.limits.why_not:
-        parts = " and no micro-batches" if task.training and not task.given.in_parts else ""
-        yield f"no replicas{parts}: {task.limits.why_not.removesuffix('.')}"
+        more = " and no micro-batches" if task.training and not task.given.in_parts else ""
+        yield f"no replicas{more}: {task.limits.why_not.removesuffix('.')}"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         yield f"stages run by the schedule {recipe.schedule}{per_rank}"
