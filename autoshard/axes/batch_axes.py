@@ -35,7 +35,6 @@ class _Axes(AxisWalk):
     `known`: indices of the present op, and whether they pick the same of every sample, whatever made them.
     """
 
-    table: Mapping[Any, Rule] = field(default_factory=dict)
     contents: tuple[Contents, ...] = ()
     batch: Factor | None = None
     rows: tuple[int, int] = (0, 0)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Cat, Factor, fresh, make_unshardable, reshape
-from autoshard.axes.reshaping import RESHAPES, constant
+from autoshard.axes.axis import Axis, Cat, Factor, fresh, make_unshardable
+from autoshard.axes.reshaping import RESHAPES, constant, reshaped
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
 from autoshard.plan.sharding import Product, parse_axis
 
@@ -85,10 +85,6 @@ def _cell(walk: Context, x: Seen, state: Any, *parameters: Any) -> list[Sequence
     return [(x.axes[0], None)] * len(walk.shapes)
 
 
-def _squeezed(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
-    return [tuple(reshape(x.axes, walk.shapes[0], walk.why))]
-
-
 def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: int = 1, *args: Any,
           **kwargs: Any) -> list[Axes] | None:  # fmt: skip
     """One loss per target; classes are dimension 1, or the only one."""
@@ -112,7 +108,7 @@ TABLE: Mapping[Any, Rule] = {
     aten.diagonal: _diagonal,
     aten.copy_: pointwise,
 }
-FOR_REPLICAS: Mapping[Any, Rule] = {**TABLE, aten.squeeze: _squeezed}
+FOR_REPLICAS: Mapping[Any, Rule] = {**TABLE, aten.squeeze: reshaped}
 """Where each replica runs the model as it is: of one sample, too, code may squeeze the dimension, as it always does."""
 
 

@@ -17,7 +17,7 @@ import torch
 from autoshard.axes.axis import Axis, Cat, Factor, factors_of, local_size, make_unshardable, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_merges import CLASSES, LOSSES, Merges
-from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED, TABLE
+from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED
 from autoshard.axes.contents import has_constant_bound, part_dim
 from autoshard.axes.given import arguments_of, is_where_alone, plain
 from autoshard.axes.rules import Axes, Rule
@@ -42,7 +42,7 @@ class BatchWalk(BatchAxes):
 
     def __init__(
         self, graph: ModelGraph, other: ModelGraph, inputs: Mapping[int, Axes], batch: Factor, rows: tuple[int, int],
-        table: Mapping[Any, Rule] = TABLE,
+        table: Mapping[Any, Rule],
     ) -> None:  # fmt: skip
         super().__init__(graph, other, inputs, batch, rows, table)
         self.sized: list[int] = []

@@ -200,6 +200,8 @@ def in_size(model: nn.Module, inputs: Any, workload: Workload | None) -> Any:
     """
     if not isinstance(workload, Workload) or inputs is None:  # capture says what a workload is
         return inputs
+    if workload.batch_size is None and workload.sequence_length is None:
+        return inputs
     from autoshard.search.traced import arguments, repeated, sizes_of
 
     given = arguments(model, inputs, workload)[0]

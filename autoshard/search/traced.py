@@ -45,11 +45,12 @@ class Traced:
 def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     """Record one forward, with its loss in training. Raises `CaptureError` and `PlanError` where that can't be done."""
     few = workload if inputs is not None else replace(workload, batch_size=TRACED_SAMPLES)
-    given, graph = _recorded(model, inputs, few)
+    calls = arguments(model, inputs, few)
+    given, graph = _recorded(model, calls, few, derived=inputs is None)
     traced, tokens = sizes_of(given, workload)
     walk = walk_over(graph, graph.ops)
     work = model_work(walk, traced, tokens)
-    samples = workload.batch_size or (1 if inputs is None else sizes_of(arguments(model, inputs, few)[0], workload)[0])
+    samples = workload.batch_size or (1 if inputs is None else sizes_of(calls[0], workload)[0])
     asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
     return Traced(
         model=model, inputs=given, workload=asked, graph=graph, walk=walk, work=work, samples=samples,
@@ -57,11 +58,11 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     )  # fmt: skip
 
 
-def _recorded(model: nn.Module, inputs: Any, workload: Workload) -> tuple[Any, ModelGraph]:
+def _recorded(model: nn.Module, calls: list[Any], workload: Workload, *, derived: bool) -> tuple[Any, ModelGraph]:
     """The first of the arguments that the model takes, and the forward that was recorded with them."""
     forward = replace(workload, mode="inference", new_tokens=0)
     failed: CaptureError | None = None
-    for given in _calls(model, inputs, workload):
+    for given in _likeliest(calls, workload, derived=derived):
         try:
             return given, capture(model, given, workload=forward, composite=True)
         except CaptureError as error:
@@ -70,16 +71,15 @@ def _recorded(model: nn.Module, inputs: Any, workload: Workload) -> tuple[Any, M
     raise failed
 
 
-def _calls(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
-    """Arguments that the model may take, the likeliest first: of one sample, with the same sample twice before."""
-    calls = arguments(model, inputs, workload)
-    if inputs is None:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
+def _likeliest(calls: list[Any], workload: Workload, *, derived: bool) -> list[Any]:
+    """Arguments that a model may take, the likeliest first: of one sample, with the same sample twice before."""
+    if derived:  # training packs sequences and serving sorts them: full rows need no mask, if it may be left out
         unmasked = [{k: v for k, v in given.items() if k != "attention_mask"} for given in calls if given]
         return [*unmasked, *calls]
     (given,) = calls
     if sizes_of(given, workload)[0] > 1:
         return calls
-    return [repeated(given, 1, 2, least_dims=1), repeated(given, 1, 2, least_dims=2), given]
+    return [*(repeated(given, 1, TRACED_SAMPLES, least_dims=dims) for dims in (1, 2)), given]
 
 
 def arguments(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
@@ -104,7 +104,7 @@ def _shorter(traced: Traced, workload: Workload) -> Any:
     """The same arguments with few tokens."""
     short = replace(workload, batch_size=TRACED_SAMPLES, sequence_length=SHORT_TOKENS)
     names = list(traced.inputs) if isinstance(traced.inputs, dict) else None
-    for given in _calls(traced.model, None, short):
+    for given in _likeliest(arguments(traced.model, None, short), short, derived=True):
         if names == (list(given) if isinstance(given, dict) else None):
             return given
     return traced.inputs
