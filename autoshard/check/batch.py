@@ -20,10 +20,10 @@ from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
-from autoshard.check.independence import INDEPENDENT, check_apart
+from autoshard.check.independence import check_apart
 from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
-from autoshard.check.question import Question
+from autoshard.check.question import INDEPENDENT, Question
 from autoshard.check.records import Apart, Mixed, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
@@ -31,9 +31,6 @@ from autoshard.plan.workload import Workload
 from autoshard.runtime.chunks import bind, plain_arguments, shapes_of
 from autoshard.runtime.flags import flags_of
 
-FOR_EACH = (
-    "If each replica shall do that with its own samples, as with DDP, assume_independent_rows=True plans it unchecked"
-)
 WHOLE = 'Use strategy="balanced", which divides no batch.'
 
 
@@ -85,8 +82,7 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Ax
                 check_apart(question, batch)
                 return
             except (Mixed, NotRun) as error:
-                said = str(error).replace(INDEPENDENT, FOR_EACH)
-                raise PlanError(f"the batch of {type(model).__name__} can't be divided: {said}.") from None
+                raise PlanError(f"the batch of {type(model).__name__} can't be divided: {error}.") from None
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: no input has a dimension for it.")
 
 

@@ -52,14 +52,13 @@ MOST_SWITCHES = 3
 """Masks, and numbers in tokens, for which all branches are followed."""
 OTHER = 2
 """What stands in a mask that is neither 0 nor 1: code may ask for either."""
-INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
 
 
 def check_apart(question: Question, batch: BatchAxis) -> Apart:
     """Follow the samples of the batch through runs of the whole model. Raises `Mixed` naming the op, or `NotRun`."""
     for path, module in question.model.named_modules():  # torch can't call them where ops are recorded whole
         if question.workload.training and backward_hooks(module):
-            raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {INDEPENDENT}")
+            raise Mixed(f"{path or 'the model'} has a hook on its gradients, which may mix rows. {question.advice}")
     masks = [item.path for item in batch.inputs if is_mask(nested.tensor_at(question.bound, item.path))]
     first = SampleRun(question, batch, frozenset(), ())
     compared_switches = first.compared_switches()
@@ -124,7 +123,7 @@ class SampleRun:
         except NotRun:
             return
         file, line = guard.place[0] if guard.place else ("torch", 0)
-        raise Mixed(f"an error that {file}:{line} raises for values of single rows is caught. {INDEPENDENT}")
+        raise Mixed(f"an error that {file}:{line} raises for values of single rows is caught. {self.question.advice}")
 
     def _check_hits(self) -> None:
         """Refuse loops over chosen experts which do more than the work of those that are chosen."""
@@ -184,13 +183,13 @@ class SampleRun:
     def refuse(self, op: Op | None, what: str) -> Mixed:
         """The error that names an op, its module and line of code, and what it does."""
         if op is None:
-            return Mixed(f"{what}. {INDEPENDENT}")
+            return Mixed(f"{what}. {self.question.advice}")
         call = self.graph.calls[op.call]
         kind = next(module.class_name for module in self.graph.modules if module.path == call.path)
         place = f"{call.path} ({kind})" if call.path else "the model's own forward"
         file, line, _ = op.code
         line_of_code = f", {os.path.basename(file)}:{line}" if file else ""
-        return Mixed(f"{place} {what} ({where(self.graph, op)}{line_of_code}). {INDEPENDENT}")
+        return Mixed(f"{place} {what} ({where(self.graph, op)}{line_of_code}). {self.question.advice}")
 
     def _check_sequence(self, other: ModelGraph, rows: int) -> None:
         found = first_difference(self.graph, other)
@@ -222,7 +221,7 @@ class SampleRun:
             return
         if self.call_log.hooked:
             line = next(iter(self.call_log.hooked.values()))
-            raise Mixed(f"its forward hangs a hook on gradients at {line}, which may mix rows. {INDEPENDENT}")
+            raise Mixed(f"its forward hangs a hook on gradients at {line}, which may mix rows. {self.question.advice}")
         for op in self.graph.ops:
             if name_of(op) == "embedding" and op.node is not None and True in (*op.node.args[3:4],):
                 raise self.refuse(

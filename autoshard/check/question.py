@@ -12,6 +12,11 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.plan.workload import Workload
 from autoshard.runtime.chunks import caller_like
 
+INDEPENDENT = "If its rows are independent all the same, assume_independent_rows=True divides it unchecked"
+FOR_EACH = (
+    "If each replica shall do that with its own samples, as with DDP, assume_independent_rows=True plans it unchecked"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
@@ -30,6 +35,11 @@ class Question:
     walk: AxisWalk
     workload: Workload
     for_replicas: bool = False
+
+    @property
+    def advice(self) -> str:
+        """What a user may say where samples are mixed, or may be."""
+        return FOR_EACH if self.for_replicas else INDEPENDENT
 
     def call(self, bound: Mapping[str, Any]) -> Call:
         """Arguments as they are given to the model."""
