@@ -6,8 +6,9 @@ What is in `torch._C` is checked to exist when this is imported; what is in othe
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -17,11 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 _MISSING = [
     name
     for name in (
-        "DispatchKey", "DispatchKeySet", "DisableTorchFunction", "_AutoDispatchBelowAutograd",
-        "_ExcludeDispatchKeyGuard", "_SetExcludeDispatchKeyGuard", "_additional_keys_to_prop_for_wrapper_tensors",
-        "_autograd", "_current_autograd_node",
-        "_dispatch_has_kernel_for_dispatch_key", "_dispatch_keys", "_get_function_stack_at",
-        "_is_torch_function_all_disabled", "_len_torch_function_stack", "_swap_tensor_impl",
+        "_SetExcludeDispatchKeyGuard", "_autograd", "_current_autograd_node", "_is_torch_function_all_disabled",
+        "_swap_tensor_impl",
     )
     if not hasattr(torch._C, name)
 ]  # fmt: skip
@@ -39,6 +37,24 @@ OpOverload: Any = type(torch.ops.aten.add.Tensor)
 """What ops are."""
 not_overridden = torch.nn.Parameter.__torch_function__
 """`__torch_function__` of a subclass that is met at ops only."""
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """What tells the memory of one storage from that of another while both live, also without data (on meta)."""
+    return storage._cdata
+
+
+def wrapper(kind: type, like: torch.Tensor, device: torch.device) -> Any:
+    """A tensor of a subclass with the shape, strides and dtype of another and no memory: ops on it go to its class.
+
+    It is lazily conjugated or negated where the other is.
+    """
+    keys = torch.DispatchKey
+    lazy = [key for key, is_set in ((keys.Conjugate, like.is_conj()), (keys.Negative, like.is_neg())) if is_set]
+    return torch.Tensor._make_wrapper_subclass(
+        kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=device,
+        _extra_dispatch_keys=reduce(or_, map(torch.DispatchKeySet, lazy)) if lazy else None,
+    )  # fmt: skip
 
 
 def autograd_node() -> Any:
@@ -64,12 +80,6 @@ def sequence_number() -> int:
 def node_sequence(node: Any) -> int:
     """The number an autograd node got when the forward op made it (2**64 - 1 for the nodes that fill `.grad`)."""
     return node._sequence_nr()
-
-
-def conj_and_neg_keys(tensor: torch.Tensor) -> Any:
-    """The dispatch keys that mark a lazily conjugated or negated tensor, for a wrapper of it to carry too."""
-    keys = torch._C._additional_keys_to_prop_for_wrapper_tensors
-    return torch._C._dispatch_keys(tensor) & keys
 
 
 def after_backward(call: Callable[[], None]) -> None:
@@ -111,8 +121,7 @@ def default_store() -> Any:
 
 def innermost_function_mode() -> Any:
     """The torch function mode entered last in this thread, None if there is none."""
-    count = torch._C._len_torch_function_stack()
-    return torch._C._get_function_stack_at(count - 1) if count else None
+    return torch.overrides._get_current_function_mode()
 
 
 class DispatchMode(TorchDispatchMode):
@@ -160,12 +169,17 @@ def _ask(call: Callable[..., Any], function: Any, apply: Callable[..., Any], *ar
 
 def untracked_views() -> Any:
     """A context in which views do not refer to what they are views of."""
-    return torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView))
+    return torch._C._SetExcludeDispatchKeyGuard(torch.DispatchKey.ADInplaceOrView, True)
 
 
-def below_autograd() -> Any:
-    """A context in which ops pass autograd by, so that dispatch modes see composite ones (`linear`) whole."""
-    return torch._C._AutoDispatchBelowAutograd()
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Inside, ops pass autograd by, so that dispatch modes see composite ones (`linear`) whole."""
+    keys = torch.DispatchKey
+    with ExitStack() as stack:
+        for key in (keys.AutogradFunctionality, keys.AutogradOther, keys.AutogradNestedTensor):
+            stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, True))
+        yield
 
 
 def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
@@ -232,8 +246,8 @@ def _refuse_backward(grad_outputs: Any) -> None:
 
 def is_composite(op: Any) -> bool:
     """Whether CPU tensors run an op as a sequence of other ops that autograd sees one by one."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return has_kernel(op.name(), "CompositeImplicitAutograd") and not has_kernel(op.name(), "CPU")
+    has_kernel, keys = op.has_kernel_for_dispatch_key, torch.DispatchKey
+    return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
 
 
 CHECKS = frozenset(
@@ -252,7 +266,7 @@ def looks_for_overrides(module: torch.nn.Module) -> bool:
 
 def no_overrides() -> Any:
     """A context in which no torch function is overridden, by modes or by subclasses, and none looks as if it were."""
-    return torch._C.DisableTorchFunction()
+    return torch.DisableTorchFunction()
 
 
 def overrides_are_off() -> bool:
@@ -278,10 +292,10 @@ def run_composite(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     Views are tracked inside, as they are for CPU tensors: whether a view requires grad decides how matmul folds. Not
     where torch tracks the result (of narrow and chunk), since it refuses one that is tracked already.
     """
-    key = torch._C.DispatchKey.ADInplaceOrView
-    tracked = torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key)
-    with torch._C._SetExcludeDispatchKeyGuard(key, tracked):
-        return op._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    keys = torch.DispatchKey
+    tracked = op.has_kernel_for_dispatch_key(keys.ADInplaceOrView)
+    with torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, tracked):
+        return op.redispatch(torch.DispatchKeySet(keys.CPU), *args, **kwargs)
 
 
 def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:

@@ -19,7 +19,7 @@ import torch
 from autoshard.capture.guards import asking
 from autoshard.capture.shapes import Shapes
 from autoshard.capture.traits import Traits, aten, swap_tensors, tensors_of, written_by
-from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, storage_id
 
 REAL_ELEMENTS = 1 << 22
 """Most elements an op on known values may combine; above it, only shapes are computed."""
@@ -125,7 +125,7 @@ class FakeFloats:
         """Whether a tensor's values are not known: it is fake or meta, or its memory was written with such."""
         if type(tensor) is FakeTensor or tensor.is_meta:
             return True
-        return bool(self._tainted) and tensor.untyped_storage()._cdata in self._tainted
+        return bool(self._tainted) and storage_id(tensor.untyped_storage()) in self._tainted
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor got its shape here, in this run."""
@@ -199,7 +199,7 @@ class FakeFloats:
         if type(tensor) is FakeTensor:
             return
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(storage)
         tainted = self._tainted
 
         def forget(_: weakref.ref) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats, ValueEngine
 from autoshard.common.packed import is_packed, own_attributes, repacked
-from autoshard.torch_private import FakeTensor
+from autoshard.torch_private import FakeTensor, storage_id
 
 Storages = dict[int, torch.UntypedStorage]
 Kind = Literal["parameter", "buffer", "attribute", "input"]
@@ -53,7 +53,7 @@ def placeholders(engine: ValueEngine) -> Make:
 
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(engine, FakeFloats)
-        key = tensor.untyped_storage()._cdata
+        key = storage_id(tensor.untyped_storage())
         fake = engine.shapes.placeholder(tensor, storages.get(key))
         storages.setdefault(key, fake.untyped_storage())
         return fake
@@ -92,7 +92,7 @@ def copied(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
         return tensor.detach().clone()
     storage = tensor.untyped_storage()
-    key = storage._cdata
+    key = storage_id(storage)
     if key not in storages:
         storages[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
     return torch.empty(0, dtype=tensor.dtype).set_(

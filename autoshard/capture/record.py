@@ -118,7 +118,7 @@ class Recorder(DispatchMode):
     def _met(self, func: Any) -> "_KnownOp":
         """What is known of an op that was not met before."""
         # Graphs make this of the name themselves, each time.
-        name, formula = func.__name__.replace(".", "_"), self._formulas.get(func._overloadpacket)
+        name, formula = func.__name__.replace(".", "_"), self._formulas.get(func.overloadpacket)
         known = self._ops[id(func)] = _KnownOp(traits=traits_of(func), name=name, formula=formula)
         return known
 

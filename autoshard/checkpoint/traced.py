@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from autoshard.torch_private import not_overridden
+from autoshard.torch_private import not_overridden, wrapper
 
 META = torch.device("meta")
 aten = torch.ops.aten
@@ -69,9 +69,7 @@ class TracedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, expression: Expression) -> "TracedTensor":
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, plain.shape, plain.stride(), plain.storage_offset(), dtype=plain.dtype, device=torch.device("cpu")
-        )
+        self = wrapper(cls, plain, torch.device("cpu"))
         self.plain, self.expression = plain, expression
         return self
 

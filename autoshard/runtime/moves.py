@@ -63,7 +63,8 @@ def _storage_key(tensor: torch.Tensor) -> object:
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return id(tensor)
     storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr() or storage._cdata  # without data (on meta) it is the object that tells
+    address = storage.data_ptr() or torch_private.storage_id(storage)  # none on meta
+    return tensor.device, address
 
 
 def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> Undo:

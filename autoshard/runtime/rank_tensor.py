@@ -21,7 +21,7 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.runtime.devices import fresh_copy
 from autoshard.runtime.given import Given
-from autoshard.torch_private import DispatchMode
+from autoshard.torch_private import DispatchMode, storage_id
 
 aten = torch.ops.aten
 _set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -58,11 +58,7 @@ class RankTensor(torch.Tensor):
                     "ranks run in one process here, so their shapes must be the same: cut evenly, or start one process "
                     "per rank."
                 )
-        keys = torch_private.conj_and_neg_keys(first) if first.is_conj() or first.is_neg() else None
-        self = torch.Tensor._make_wrapper_subclass(
-            cls, first.shape, first.stride(), first.storage_offset(), dtype=first.dtype, device=first.device,
-            _extra_dispatch_keys=keys,
-        )  # fmt: skip
+        self = torch_private.wrapper(cls, first, first.device)
         self.parts = tuple(parts)
         self.devices = tuple(devices)
         return self
@@ -389,9 +385,9 @@ def _join(func: Any, results: list, devices: tuple[torch.device, ...], found: _F
 def _wrapped(parts: list[torch.Tensor], devices: tuple[torch.device, ...], found: _Found) -> RankTensor:
     if torch.is_inference_mode_enabled():
         # Views of tensors made outside of inference mode track versions, as their base does.
-        storage = parts[0].untyped_storage()._cdata
+        storage = storage_id(parts[0].untyped_storage())
         for base in found.cut:
-            if not base.is_inference() and base.parts[0].untyped_storage()._cdata == storage:
+            if not base.is_inference() and storage_id(base.parts[0].untyped_storage()) == storage:
                 with torch.inference_mode(False):
                     return RankTensor(parts, devices)
     return RankTensor(parts, devices)

@@ -36,16 +36,7 @@ class SimulatedTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, plain: torch.Tensor, owner: SimulatedDevice) -> "SimulatedTensor":
-        keys = torch_private.conj_and_neg_keys(plain) if plain.is_conj() or plain.is_neg() else None
-        self = torch.Tensor._make_wrapper_subclass(
-            cls,
-            plain.shape,
-            plain.stride(),
-            plain.storage_offset(),
-            dtype=plain.dtype,
-            device=owner.device,
-            _extra_dispatch_keys=keys,
-        )
+        self = torch_private.wrapper(cls, plain, owner.device)
         self.plain = plain
         self.owner = owner
         return self
@@ -315,9 +306,9 @@ def _wrap_new(result: torch.Tensor, owner: SimulatedDevice, found: _Arguments) -
         return result
     if torch.is_inference_mode_enabled():
         # Views of tensors made outside of inference mode track versions, as their base does.
-        storage = result.untyped_storage()._cdata
+        storage = torch_private.storage_id(result.untyped_storage())
         for base in found.originals.values():
-            if not base.is_inference() and base.untyped_storage()._cdata == storage:
+            if not base.is_inference() and torch_private.storage_id(base.untyped_storage()) == storage:
                 with torch.inference_mode(False):
                     return wrap(result, owner)
     return wrap(result, owner)
