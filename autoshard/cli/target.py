@@ -157,7 +157,10 @@ def _run_file(path: Path) -> ModuleType:
 
 
 def _inputs(path: Path, module: ModuleType, workload: Workload) -> Any:
-    """`example_inputs` beside the model; if it is callable it may take batch_size and sequence_length."""
+    """`example_inputs` beside the model; if it is callable it may take batch_size and sequence_length.
+
+    Inputs of another batch than the workload's are examples: planning repeats their rows.
+    """
     given = {name: getattr(workload, name) for name in SHAPE_ARGUMENTS if getattr(workload, name) is not None}
     if not hasattr(module, "example_inputs"):
         return None
@@ -167,12 +170,10 @@ def _inputs(path: Path, module: ModuleType, workload: Workload) -> Any:
         names = inspect.signature(inputs).parameters
         wanted = {name: value for name, value in given.items() if name in names}
         inputs = _call(path, "example_inputs()", lambda: module.example_inputs(**wanted))
-    unused = [name for name in given if name not in wanted]
-    if unused:
-        option = {"batch_size": "--batch", "sequence_length": "--seq"}[unused[0]]
+    if "sequence_length" in given and "sequence_length" not in wanted:
         raise SpecError(
-            f"{option} has no effect: the shapes are those of example_inputs in {path}. Leave it out, or write "
-            f"def example_inputs({unused[0]}): there."
+            f"--seq has no effect: the lengths are those of example_inputs in {path}. Leave it out, or write "
+            "def example_inputs(sequence_length): there."
         )
     return inputs
 

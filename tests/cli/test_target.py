@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import autoshard
 from autoshard.capture.inputs import derive_inputs
 from autoshard.cli.main import app
 from autoshard.cli.target import UserCodeError, load_target
@@ -61,6 +62,13 @@ def test_example_inputs_may_take_the_shape_of_the_workload(tmp_path):
     assert load(tmp_path, text, workload=Workload(batch_size=5)).inputs.shape == (5, 3)
     with pytest.raises(SpecError, match=r"--seq has no effect.*sequence_length"):
         load(tmp_path, text, workload=Workload(batch_size=5, sequence_length=7))
+
+
+def test_inputs_of_another_batch_are_examples(tmp_path):
+    text = "model = nn.Linear(3, 4)\nexample_inputs = torch.ones(2, 3)"
+    target = load(tmp_path, text, workload=Workload(batch_size=6))
+    plan = autoshard.plan(target.model, "2x1GiB", inputs=target.inputs, workload=target.workload)
+    assert plan.workload.batch_size == 6
 
 
 def test_files_import_their_neighbours(tmp_path):
