@@ -15,9 +15,10 @@ from autoshard.cluster.hardware import find_hardware
 from autoshard.cluster.parse import parse_devices
 from autoshard.cluster.topology import Topology, topology_of
 from autoshard.engine.blocks import ModelWork, model_work
-from autoshard.engine.generation import GenerationEstimate, price_generation
+from autoshard.engine.generation import price_generation
 from autoshard.engine.local import sums_of
-from autoshard.engine.price import StepEstimate, price_step
+from autoshard.engine.memory import RecipeEstimate
+from autoshard.engine.price import price_step
 from autoshard.engine.recipe import Precision, Recipe
 from autoshard.engine.timing import Card
 from autoshard.errors import AutoshardError
@@ -378,13 +379,13 @@ def price(row: Row, *, serves: bool, known: dict[Any, Any] | None = None) -> flo
         if key not in known:
             sizes = dict(zip(("batch", "prompt_tokens", "new_tokens"), asked, strict=True))
             known[key] = price_generation(work, recipe, card, topology, **sizes)
-        return generated(row, known[key])
+        return generated(row, known[key], batch=asked[0])
     if key not in known:
         known[key] = price_step(work, recipe, card, topology)
     return predicted(row, known[key], work, recipe)
 
 
-def predicted(row: Row, estimate: StepEstimate, work: ModelWork, recipe: Recipe) -> float:
+def predicted(row: Row, estimate: RecipeEstimate, work: ModelWork, recipe: Recipe) -> float:
     """The figure of a training row's metric, in its unit."""
     gpus, metric = recipe.devices, row["metric"]
     if metric == "tokens_per_s_per_gpu":
@@ -398,7 +399,7 @@ def predicted(row: Row, estimate: StepEstimate, work: ModelWork, recipe: Recipe)
         rate = model_flops(work) * recipe.global_batch * work.tokens * again / estimate.seconds / gpus
         return rate / 1e12 if metric.endswith("_gpu") else 100 * rate / card_of(row).flops_per_second["bfloat16"]
     if metric == "allocated_between_steps":
-        return estimate.memory.curve[0].allocated / UNITS[row["unit"]]
+        return estimate.memory.curve[0].total / UNITS[row["unit"]]
     if metric in MEMORY:
         meter = {"peak_allocated_per_gpu": "allocated", "peak_reserved_per_gpu": "reserved"}.get(metric)
         meter = meter or METERS.get(family(row), "reserved")
@@ -408,17 +409,17 @@ def predicted(row: Row, estimate: StepEstimate, work: ModelWork, recipe: Recipe)
     raise Unpriced(f"the metric {metric} is of one source alone")
 
 
-def generated(row: Row, estimate: GenerationEstimate) -> float:
+def generated(row: Row, estimate: RecipeEstimate, batch: int) -> float:
     """The figure of an inference row's metric, in its unit."""
     metric = row["metric"]
     if metric == "decode_tokens_per_s":
-        return estimate.decode_tokens_per_second
+        return batch / estimate.token_seconds
     if metric in ("ms_per_token_per_sequence", "s_per_token"):
         return estimate.token_seconds * (1e3 if metric.startswith("ms") else 1)
     if metric == "generation_tokens_per_s":
         return estimate.tokens_per_second
     if metric in MEMORY:
-        return sum(estimate.memory.values()) / UNITS[row["unit"]]
+        return estimate.memory.allocated / UNITS[row["unit"]]
     if metric == "fits":
         return float(estimate.fits)
     raise Unpriced(f"the metric {metric} is of one source alone")

@@ -158,10 +158,15 @@ class Pipelining:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """Bytes by kind on the fullest rank at one moment of a step."""
+    """Bytes by kind on a rank at one moment of a step or an answer."""
 
     name: str
-    bytes: Mapping[str, int]
+    bytes: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        """Bytes of all kinds."""
+        return sum(self.bytes.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,15 +8,15 @@ A forward for few tokens reads every weight that it needs once, and the cache:
 Of a mixture of experts, only the experts are read that a token is sent to: 1 - (1 - k / E)^tokens of them.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 
 from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
+from autoshard.engine.estimate import Moment
 from autoshard.engine.local import Share, cache_elements, sums_of
-from autoshard.engine.memory import Stage, live_bytes, local_elements, outside_bytes, workspace_bytes
+from autoshard.engine.memory import Memory, RecipeEstimate, Stage, local_elements, outside_bytes, workspace_bytes
 from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, host_seconds, layer_seconds
@@ -24,41 +24,17 @@ from autoshard.errors import SpecError
 from autoshard.profile.experts import hit_part
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationEstimate:
-    """Answers of the whole machine.
-
-    Attributes:
-        prompt_seconds: until the first token; token_seconds: for each further token of every sequence; seconds: of all.
-        tokens_per_second: new tokens of all sequences over all of the time; decode_tokens_per_second: after the prompt.
-        parts: seconds of a token by cause, of all stages that it passes through one after another.
-        memory: bytes of the fullest rank by kind, at the end of the answer; reserved_bytes: what the allocator holds;
-            used_bytes: with context and buffers of collectives; fits: within the card.
-    """
-
-    prompt_seconds: float
-    token_seconds: float
-    seconds: float
-    tokens_per_second: float
-    decode_tokens_per_second: float
-    parts: Mapping[str, float]
-    memory: Mapping[str, float]
-    reserved_bytes: float
-    used_bytes: float
-    fits: bool
-
-
 def price_generation(
     work: ModelWork, recipe: Recipe, card: Card, topology: Topology, *, batch: int, prompt_tokens: int, new_tokens: int
-) -> GenerationEstimate:
+) -> RecipeEstimate:
     """Price `new_tokens` tokens for each of `batch` sequences, divided over the replicas of `recipe.dp`.
 
     With pipeline stages a replica's sequences are divided into `recipe.num_microbatches` groups that take turns.
     Raises `SpecError` where the mesh does not fit the cluster or the model, or shards parameters.
     """
     setting, sequences = answer_setting(work, recipe, card, topology, batch, prompt_tokens, new_tokens)
-    recipe, rows, groups = setting.recipe, setting.recipe.micro_batch, setting.recipe.num_microbatches
-    stages = split_stages(work, recipe)
+    rows, groups = setting.recipe.micro_batch, setting.recipe.num_microbatches
+    stages = split_stages(work, setting.recipe)
     prompts = [sum(prompt_parts(setting, stage)) for stage in stages]
     prompt = sum(prompts) + (groups - 1) * max(prompts)
     middle = prompt_tokens + new_tokens / 2
@@ -69,20 +45,17 @@ def price_generation(
     parts = {cause: sum(one[cause] for one in passed) for cause in tokens[busiest]}
     token = sum(parts.values())
     total = prompt + max(0, new_tokens - 1) * token
-    memory = max((answer_memory(setting, stage, sequences, prompt_tokens + new_tokens) for stage in stages), key=_sum)
-    reserved = live_bytes(_sum(memory), card)
-    used = reserved + sum(outside_bytes(recipe, card).values())
-    return GenerationEstimate(
+    memories = (answer_memory(setting, stage, sequences, new_tokens) for stage in stages)
+    fullest = max(memories, key=lambda memory: memory.allocated)
+    return RecipeEstimate(
+        recipe=recipe,
+        seconds=total,
+        tokens_per_second=batch * (new_tokens or prompt_tokens) / total,
+        memory=fullest,
+        fits=fullest.used <= card.memory_bytes,
         prompt_seconds=prompt,
         token_seconds=token,
-        seconds=total,
-        tokens_per_second=batch * new_tokens / total,
-        decode_tokens_per_second=batch / token,
-        parts=parts,
-        memory=memory,
-        reserved_bytes=reserved,
-        used_bytes=used,
-        fits=used <= card.memory_bytes,
+        token_parts=parts,
     )
 
 
@@ -100,10 +73,6 @@ def answer_setting(
     recipe = replace(recipe, micro_batch=rows, num_microbatches=groups, recompute="none")
     setting = make_setting(work, recipe, card, topology, length=prompt_tokens / work.tokens)
     return replace(setting, generates=new_tokens > 0), sequences
-
-
-def _sum(memory: Mapping[str, float]) -> float:
-    return sum(memory.values())
 
 
 def _last_tokens(setting: Setting, rows: float) -> Setting:
@@ -209,19 +178,22 @@ def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
     return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
 
 
-def answer_memory(setting: Setting, stage: Stage, sequences: int, context: int) -> dict[str, float]:
+def answer_memory(setting: Setting, stage: Stage, sequences: int, new_tokens: int) -> Memory:
     """Bytes of one rank: all of its weights, the cache of all sequences, activations of one forward of the prompt."""
-    rows = setting.recipe.micro_batch
-    recipe = setting.recipe
+    recipe, card, prompt = setting.recipe, setting.card, round(setting.share.length * setting.work.tokens)
     weights = 0.0
     for block, count in stage:
         tied = block.shared if any(other.path == "first" for other, _ in stage) else 0
         weights += (count * sum(local_elements(block, recipe)) - tied) * stored_bytes(block, recipe)
-    cache = sum(count * _cache_bytes(block, setting, sequences, context) for block, count in stage)
     widest = max(
-        (max(_working_bytes(setting, block, rows), _joined_bytes(setting, block)) for block, _ in stage), default=0.0
+        max(_working_bytes(setting, block, recipe.micro_batch), _joined_bytes(setting, block)) for block, _ in stage
     )
-    return {"weights": weights, "cache": cache, "activations": widest, "workspace": workspace_bytes(setting.card)}
+    loaded = {"weights": weights, "cache": 0.0, "activations": 0.0, "workspace": workspace_bytes(card)}
+    curve = [Moment(name="weights loaded", bytes=loaded)]
+    for name, context in (("prompt", prompt), ("last token", prompt + new_tokens))[: 2 if new_tokens else 1]:
+        cache = sum(count * _cache_bytes(block, setting, sequences, context) for block, count in stage)
+        curve.append(Moment(name=name, bytes=loaded | {"cache": cache, "activations": widest}))
+    return Memory(curve=tuple(curve), pooled=not card.is_cpu, outside=outside_bytes(recipe, card))
 
 
 def _working_bytes(setting: Setting, block: Block, rows: int) -> float:

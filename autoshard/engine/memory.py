@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.engine.blocks import Block
+from autoshard.engine.estimate import Moment
 from autoshard.engine.local import Share, sums_of
 from autoshard.engine.recipe import Recipe, Stack
 from autoshard.engine.timing import Card
@@ -41,68 +42,36 @@ Stage = Sequence[tuple[Block, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryMoment:
-    """Bytes by kind at one moment of a step."""
-
-    name: str
-    weights: float
-    optimizer: float
-    gradients: float = 0.0
-    activations: float = 0.0
-    unsharded: float = 0.0
-    transient: float = 0.0
-    workspace: float = 0.0
-
-    @property
-    def kinds(self) -> Mapping[str, float]:
-        """By name, in the order in which they are shown."""
-        return {
-            "weights": self.weights, "gradients": self.gradients, "optimizer": self.optimizer,
-            "activations": self.activations, "unsharded parameters": self.unsharded, "transient": self.transient,
-            "workspace": self.workspace,
-        }  # fmt: skip
-
-    @property
-    def allocated(self) -> float:
-        """What torch's allocator has handed out."""
-        kept = self.weights + self.gradients + self.optimizer + self.activations + self.unsharded
-        return kept + self.transient + self.workspace
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of a rank over a step: `curve` has the moments between which they rise and fall.
+    """Bytes of a rank over a step or an answer: `curve` has the moments between which they rise and fall.
 
     `outside`: context and buffers of collectives, which torch's allocator does not see. `pooled`: it holds more than it
-    hands out.
+    hands out. `flat_bytes`: large flat buffers of an optimizer, at the last moment: they fit in no piece that is held.
     """
 
-    curve: tuple[MemoryMoment, ...]
+    curve: tuple[Moment, ...]
     pooled: bool
     outside: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def peak(self) -> MemoryMoment:
-        """The fullest moment."""
-        return max(self.curve, key=lambda moment: moment.allocated)
+    flat_bytes: float = 0.0
 
     @property
     def kinds(self) -> Mapping[str, float]:
-        """By name, at the peak."""
-        return self.peak.kinds
+        """By name, at the fullest moment."""
+        return max(self.curve, key=lambda moment: moment.total).bytes
 
     @property
     def allocated(self) -> float:
-        """What torch's allocator has handed out at the peak."""
-        return self.peak.allocated
+        """What torch's allocator has handed out at the fullest moment."""
+        return max(moment.total for moment in self.curve)
 
     @property
     def reserved(self) -> float:
-        """What the allocator holds of the device: large flat buffers of an optimizer fit in no piece that is cached."""
+        """What the allocator holds of the device."""
+        *before, last = (moment.total for moment in self.curve)
         if not self.pooled:
-            return self.allocated
-        before = max(moment.allocated for moment in self.curve[:-1])
-        return max(self.allocated, RESERVED_PART * before + self.curve[-1].transient) + RESERVED_BYTES
+            return max(*before, last)
+        held = RESERVED_PART * max(*before, last - self.flat_bytes) + self.flat_bytes
+        return max(last, held) + RESERVED_BYTES
 
     @property
     def used(self) -> float:
@@ -110,9 +79,36 @@ class Memory:
         return self.reserved + sum(self.outside.values())
 
 
-def live_bytes(allocated: float, card: Card) -> float:
-    """What the allocator holds where it has handed out so much at most."""
-    return allocated if card.is_cpu else RESERVED_PART * allocated + RESERVED_BYTES
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeEstimate:
+    """What a training step or an answer costs with one recipe.
+
+    Attributes:
+        recipe: as it was asked for.
+        seconds: of one step, or of the whole answer; tokens_per_second: of the whole machine, those trained on, those
+            generated, or those of the prompts.
+        memory: of the fullest rank; fits: within the card.
+        compute_seconds: of a step, of the busiest rank's kernels; exposed_seconds: in which it waits for
+            communication, within layers too; bubble: part of the step in which the pipeline leaves ranks idle.
+        prompt_seconds: of an answer, until the first token; token_seconds: for each further token of every sequence.
+        token_parts: seconds of a further token by cause, of all stages that it passes through one after another.
+    """
+
+    recipe: Recipe
+    seconds: float
+    tokens_per_second: float
+    memory: Memory
+    fits: bool
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    bubble: float = 0.0
+    prompt_seconds: float = 0.0
+    token_seconds: float = 0.0
+    token_parts: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, objective: str) -> float:
+        """What is made small: bytes for "memory", else seconds."""
+        return self.memory.reserved if objective == "memory" else self.seconds
 
 
 def workspace_bytes(card: Card) -> float:
@@ -199,7 +195,10 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
     optimizer = precision.optimizer_bytes * (
         dense / recipe.shards / replicas + experts / recipe.expert_shards / max(1, replicas // recipe.ep)
     )
-    fixed = {"weights": shard * precision.parameters, "optimizer": optimizer, "workspace": workspace_bytes(card)}
+    fixed = {
+        "weights": shard * precision.parameters, "gradients": 0.0, "optimizer": optimizer, "activations": 0.0,
+        "unsharded parameters": 0.0, "transient": 0.0, "workspace": workspace_bytes(card),
+    }  # fmt: skip
     sharded, whole = shard * precision.gradients, 0.0
     if recipe.gathers_once and recipe.num_microbatches > 1:
         whole = (dense + experts) * precision.reduce
@@ -216,20 +215,22 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
     # An optimizer of float32 copies reads gradients of 16 bits from a flat buffer, and a second one in float32.
     copied = precision.gradients + 4 if precision.master and precision.gradients < 4 else 0
     optimizer_copies = copied * (dense / recipe.shards + experts / recipe.expert_shards) / replicas
-    curve = (
-        MemoryMoment(name="before", **fixed, gradients=earlier),
-        MemoryMoment(name="loss", **fixed, gradients=earlier, activations=kept, unsharded=at_loss, transient=loss),
-        MemoryMoment(
-            name="backward of a layer", **fixed, gradients=earlier, activations=kept, unsharded=at_loss,
-            transient=backward + reducing,
-        ),
-        MemoryMoment(
-            name="end of backward", **fixed, gradients=max(sharded, earlier),
-            unsharded=outer * precision.compute if recipe.shards > 1 else 0.0, transient=first_reducing,
-        ),
-        MemoryMoment(name="optimizer", **fixed, gradients=sharded, transient=optimizer_copies),
+    at_loss_kept = {"gradients": earlier, "activations": kept, "unsharded parameters": at_loss}
+    end = {
+        "gradients": max(sharded, earlier), "transient": first_reducing,
+        "unsharded parameters": outer * precision.compute if recipe.shards > 1 else 0.0,
+    }  # fmt: skip
+    moments = {
+        "before": {"gradients": earlier},
+        "loss": at_loss_kept | {"transient": loss},
+        "backward of a layer": at_loss_kept | {"transient": backward + reducing},
+        "end of backward": end,
+        "optimizer": {"gradients": sharded, "transient": optimizer_copies},
+    }
+    return Memory(
+        curve=tuple(Moment(name=name, bytes=fixed | held) for name, held in moments.items()),
+        pooled=not card.is_cpu, outside=outside_bytes(recipe, card), flat_bytes=optimizer_copies,
     )  # fmt: skip
-    return Memory(curve=curve, pooled=not card.is_cpu, outside=outside_bytes(recipe, card))
 
 
 def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:

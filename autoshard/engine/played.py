@@ -8,12 +8,11 @@ is a few percent off the play: the play is stretched to the price, and `PlayedPl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.engine.generation import GenerationEstimate, prompt_parts, token_parts
-from autoshard.engine.memory import Stage
+from autoshard.engine.generation import prompt_parts, token_parts
+from autoshard.engine.memory import RecipeEstimate, Stage
 from autoshard.engine.price import (
     Passes,
     Setting,
-    StepEstimate,
     all_passes,
     layer_passes,
     optimizer_seconds,
@@ -56,7 +55,7 @@ class PlayedPlan:
     stretch: float = 1.0
 
 
-def play_step(setting: Setting, step: StepEstimate) -> PlayedPlan:
+def play_step(setting: Setting, step: RecipeEstimate) -> PlayedPlan:
     """Play a training step."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
@@ -156,7 +155,7 @@ def _kernel_part(one: Passes, kind: str) -> float:
     return one.backward_compute / one.backward if one.backward else 1.0
 
 
-def play_answer(setting: Setting, answer: GenerationEstimate, new_tokens: int) -> PlayedPlan:
+def play_answer(setting: Setting, answer: RecipeEstimate, new_tokens: int) -> PlayedPlan:
     """Play an answer: the prompt through all stages, then token after token; those after the first few as one span."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
     stages = split_stages(setting.work, recipe)

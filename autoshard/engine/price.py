@@ -11,6 +11,7 @@ from autoshard.engine.efficiency import Efficiency, efficiency_of
 from autoshard.engine.local import Share, cache_elements, sums_of
 from autoshard.engine.memory import (
     Memory,
+    RecipeEstimate,
     Stage,
     divides_loss,
     live_elements,
@@ -26,35 +27,6 @@ from autoshard.schedules.orders import check_schedule
 
 OPTIMIZER_TRAFFIC = 2.0
 """Bytes read and written by a fused optimizer step for each byte of states, parameters and gradients."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepEstimate:
-    """A training step of the whole machine.
-
-    Attributes:
-        seconds: of one step; compute_seconds: of the busiest rank's kernels; exposed_seconds: in which it waits for
-            communication, within layers too; bubble: part of the step in which the pipeline leaves ranks idle.
-        memory: of the fullest rank over the step; reserved_bytes: what the allocator holds of the device; fits: within
-            the card.
-        rank: of the fullest stage.
-    """
-
-    seconds: float
-    tokens_per_second: float
-    compute_seconds: float
-    exposed_seconds: float
-    optimizer_seconds: float
-    bubble: float
-    memory: Memory
-    reserved_bytes: float
-    fits: bool
-    rank: int = 0
-
-    @property
-    def used_bytes(self) -> float:
-        """What the fullest rank takes of its device, context and buffers of collectives included."""
-        return self.memory.used
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,16 +66,11 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A training step of which the memory is known; `price_prepared` finds its seconds.
-
-    Attributes:
-        memory: of the fullest rank of the pipeline, which is `rank`.
-    """
+    """A training step of which the memory of the fullest rank is known; `price_prepared` finds its seconds."""
 
     setting: Setting
     stages: Sequence[Stage]
     memory: Memory
-    rank: int
 
     @property
     def recipe(self) -> Recipe:
@@ -115,11 +82,6 @@ class Step:
         """Whether the fullest rank has room."""
         return self.memory.used <= self.setting.card.memory_bytes
 
-    @property
-    def reserved_bytes(self) -> float:
-        """What the allocator of the fullest rank holds."""
-        return self.memory.reserved
-
 
 def prepare_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> Step:
     """Find the memory of a training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
@@ -127,17 +89,16 @@ def prepare_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
     if recipe.pp > 1:
         check_schedule(recipe.schedule, recipe.pp, recipe.num_microbatches, stages_per_device=recipe.stages_per_rank)
     stages = split_stages(work, recipe)
-    memories = rank_memories(setting, stages)
-    rank = max(range(recipe.pp), key=lambda index: memories[index].allocated)
-    return Step(setting=setting, stages=stages, memory=memories[rank], rank=rank)
+    fullest = max(rank_memories(setting, stages), key=lambda memory: memory.allocated)
+    return Step(setting=setting, stages=stages, memory=fullest)
 
 
-def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> StepEstimate:
+def price_step(work: ModelWork, recipe: Recipe, card: Card, topology: Topology) -> RecipeEstimate:
     """Price one training step. Raises `SpecError` where the mesh does not fit the cluster or the model."""
     return price_prepared(prepare_step(work, recipe, card, topology))
 
 
-def price_prepared(step: Step) -> StepEstimate:
+def price_prepared(step: Step) -> RecipeEstimate:
     """Price a training step of which the memory is known."""
     setting, stages, recipe = step.setting, step.stages, step.recipe
     passes = all_passes(setting, stages)
@@ -150,17 +111,15 @@ def price_prepared(step: Step) -> StepEstimate:
     optimizer = max(optimizer_seconds(setting, stages[index]) for index in ends)
     total = seconds + synchronised + optimizer
     compute, busy = _busiest(recipe, passes)
-    return StepEstimate(
+    return RecipeEstimate(
+        recipe=recipe,
         seconds=total,
         tokens_per_second=recipe.global_batch * setting.work.tokens / total,
         compute_seconds=compute,
         exposed_seconds=max(0.0, busy - compute) + synchronised,
-        optimizer_seconds=optimizer,
         bubble=bubble,
         memory=step.memory,
-        reserved_bytes=step.reserved_bytes,
         fits=step.fits,
-        rank=step.rank,
     )
 
 

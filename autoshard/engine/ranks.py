@@ -1,13 +1,13 @@
 """Classes of equal ranks: what each pipeline rank holds over a step or an answer, and what it does with the time."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
-from autoshard.engine.generation import GenerationEstimate, answer_memory, prompt_parts, token_parts
-from autoshard.engine.memory import live_bytes, outside_bytes
+from autoshard.engine.estimate import Moment, RankEstimate
+from autoshard.engine.generation import answer_memory, prompt_parts, token_parts
+from autoshard.engine.memory import Memory
 from autoshard.engine.price import (
     Setting,
-    StepEstimate,
     all_passes,
     optimizer_seconds,
     rank_memories,
@@ -15,28 +15,9 @@ from autoshard.engine.price import (
     synchronised_seconds,
 )  # fmt: skip
 
-Curve = tuple[tuple[str, Mapping[str, float]], ...]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankCost:
-    """The ranks of one pipeline position.
-
-    `compute_seconds`: in which kernels run, the optimizer's included; `exposed_seconds`: in which communication is
-    waited for; `idle_seconds`: the rest, in which other stages have the work. `curve`: (moment, bytes by kind);
-    `used_bytes`: taken of the device at the fullest moment, as a driver's tool shows it.
-    """
-
-    stages: tuple[int, ...]
-    compute_seconds: float
-    exposed_seconds: float
-    idle_seconds: float
-    curve: Curve
-    used_bytes: float
-
-
-def step_ranks(setting: Setting, step: StepEstimate) -> list[RankCost]:
-    """Figures of each pipeline rank in a training step."""
+def step_ranks(setting: Setting, names: Sequence[str], seconds: float) -> list[RankEstimate]:
+    """Figures of each pipeline rank in a training step of so many seconds; `names`: of its devices, rank by rank."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
     passes, count = all_passes(setting, stages), recipe.num_microbatches
@@ -46,20 +27,15 @@ def step_ranks(setting: Setting, step: StepEstimate) -> list[RankCost]:
         kernels = count * sum(passes[index].compute for index in own)
         busy = count * sum(passes[index].forward + passes[index].backward for index in own)
         optimizer = max(optimizer_seconds(setting, stages[index]) for index in own)
-        waits = busy - kernels + max(synchronised_seconds(setting, stages[index]) for index in own)
-        curve = tuple((moment.name, moment.kinds) for moment in memory.curve)
-        found.append(
-            RankCost(
-                stages=tuple(own), compute_seconds=kernels + optimizer, exposed_seconds=max(0.0, waits),
-                idle_seconds=_rest(step.seconds, kernels + optimizer + max(0.0, waits)), curve=curve,
-                used_bytes=memory.used,
-            )
-        )  # fmt: skip
+        waits = max(0.0, busy - kernels + max(synchronised_seconds(setting, stages[index]) for index in own))
+        found.append(_rank(setting, names, rank, tuple(own), kernels + optimizer, waits, seconds, memory))
     return found
 
 
-def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, new_tokens: int) -> list[RankCost]:
-    """Figures of each pipeline rank in an answer; `setting` and `sequences` are those of `answer_setting`."""
+def answer_ranks(
+    setting: Setting, names: Sequence[str], seconds: float, sequences: int, new_tokens: int
+) -> list[RankEstimate]:
+    """The same for an answer; `setting` and `sequences` are those of `answer_setting`."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
     groups, found = recipe.num_microbatches, []
     for rank, stage in enumerate(split_stages(setting.work, recipe)):
@@ -68,22 +44,31 @@ def answer_ranks(setting: Setting, sequences: int, answer: GenerationEstimate, n
         further = groups * max(0, new_tokens - 1)
         network = groups * network + further * parts["communication"]
         compute = groups * compute + further * (sum(parts.values()) - parts["communication"])
-        full = answer_memory(setting, stage, sequences, prompt + new_tokens)
-        begin = answer_memory(setting, stage, sequences, prompt)
-        loaded = {kind: nbytes for kind, nbytes in begin.items() if kind in ("weights", "workspace")}
-        curve: Curve = (("weights loaded", loaded), ("prompt", begin), ("last token", full))
-        used = live_bytes(sum(full.values()), setting.card) + sum(outside_bytes(recipe, setting.card).values())
-        found.append(
-            RankCost(
-                stages=(rank,), compute_seconds=compute, exposed_seconds=network,
-                idle_seconds=_rest(answer.seconds, compute + network), used_bytes=used,
-                curve=curve if new_tokens else curve[:2],
-            )
-        )  # fmt: skip
+        memory = answer_memory(setting, stage, sequences, new_tokens)
+        found.append(_rank(setting, names, rank, (rank,), compute, network, seconds, memory))
     return found
 
 
-def _rest(seconds: float, busy: float) -> float:
-    """What is left of a time; rounding is none."""
-    rest = seconds - busy
-    return rest if rest > 1e-9 * seconds else 0.0
+def _rank(
+    setting: Setting, names: Sequence[str], rank: int, stages: tuple[int, ...], compute: float, waits: float,
+    seconds: float, memory: Memory,
+) -> RankEstimate:  # fmt: skip
+    each, idle = len(names) // setting.recipe.pp, seconds - compute - waits
+    curve = (Moment(name=one.name, bytes={kind: int(n) for kind, n in one.bytes.items()}) for one in memory.curve)
+    return RankEstimate(
+        first=names[rank * each], devices=each, stages=stages, compute_seconds=compute, exposed_seconds=waits,
+        idle_seconds=idle if idle > 1e-9 * seconds else 0.0, peak_bytes=int(memory.used), curve=tuple(curve),
+    )  # fmt: skip
+
+
+def equal_ranks(ranks: Sequence[RankEstimate]) -> tuple[RankEstimate, ...]:
+    """Pipeline ranks as they are shown; neighbours that differ in their stages alone are one class."""
+    found: list[RankEstimate] = []
+    for made in ranks:
+        last = found[-1] if found else made
+        if found and replace(made, first=last.first, devices=last.devices, stages=last.stages) == last:
+            stages = tuple(sorted((*last.stages, *made.stages)))
+            found[-1] = replace(last, devices=last.devices + made.devices, stages=stages)
+        else:
+            found.append(made)
+    return tuple(found)

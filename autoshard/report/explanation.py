@@ -366,7 +366,7 @@ def _device(plan: Plan, estimate: Estimate, name: str) -> Iterator[str]:
     if row.peak_bytes:
         parts = sorted(row.parts.items(), key=lambda part: -part[1])
         listed = ", ".join(f"{what} {format_bytes(size)}" for what, size in parts if size)
-        when = "" if own is None else f" ({max(own.curve, key=lambda moment: sum(moment.bytes.values())).name})"
+        when = "" if own is None else f" ({max(own.curve, key=lambda moment: moment.total).name})"
         peak = f"{format_bytes(row.peak_bytes)} of {format_bytes(row.memory_bytes)}"
         yield f"At its fullest moment{when} it holds {peak}: {listed}."
         idle = f", and is idle for {format_seconds(own.idle_seconds)}" if own is not None else ""

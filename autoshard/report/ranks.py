@@ -93,7 +93,7 @@ def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
     """Print what the fullest rank holds at each moment of a step or an answer, where that was followed."""
     if not estimate.curve:
         return
-    totals = [sum(moment.bytes.values()) for moment in estimate.curve]
+    totals = [moment.total for moment in estimate.curve]
     over = "a step" if plan.workload.training else "an answer"
     print_section(console, f"Memory over {over}", "of tensors on the fullest rank")
     rows: list[list[CellText]] = []

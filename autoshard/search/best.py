@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import ModelWork
-from autoshard.engine.generation import GenerationEstimate, price_generation
-from autoshard.engine.memory import outside_bytes
-from autoshard.engine.price import Step, StepEstimate, prepare_step, price_prepared, price_step
+from autoshard.engine.generation import price_generation
+from autoshard.engine.memory import RecipeEstimate, outside_bytes
+from autoshard.engine.price import Step, prepare_step, price_prepared, price_step
 from autoshard.engine.recipe import Precision, Recipe, Stack
 from autoshard.engine.timing import Card
 from autoshard.errors import SpecError
@@ -18,7 +19,6 @@ from autoshard.search.limits import Fixed, Limits
 
 Goal = Literal["latency", "throughput", "memory"]
 Made = TypeVar("Made")
-RecipeEstimate = StepEstimate | GenerationEstimate
 WORTH_STARTING = 2.0
 """A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
 AS_GOOD = 1.02
@@ -56,34 +56,7 @@ class SearchTask:
         return self.topology.devices
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Priced:
-    """A recipe with its figures."""
-
-    recipe: Recipe
-    estimate: RecipeEstimate
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step, or of the whole answer."""
-        return self.estimate.seconds
-
-    @property
-    def fits(self) -> bool:
-        """Whether the fullest rank has room."""
-        return self.estimate.fits
-
-    @property
-    def reserved_bytes(self) -> float:
-        """What the allocator of the fullest rank holds."""
-        return self.estimate.reserved_bytes
-
-    def value(self, goal: Goal) -> float:
-        """What is made small."""
-        return self.reserved_bytes if goal == "memory" else self.seconds
-
-
-Tried = Priced | Step
+Tried = RecipeEstimate | Step
 """A recipe with its figures, or of what does not fit, with its memory alone."""
 
 
@@ -96,28 +69,28 @@ class Searched:
         closest: of what does not fit, the recipe that lacks least; priced: how many were priced.
     """
 
-    best: Priced | None
-    ranking: tuple[Priced, ...]
-    closest: Priced | None
+    best: RecipeEstimate | None
+    ranking: tuple[RecipeEstimate, ...]
+    closest: RecipeEstimate | None
     priced: int
 
 
 def search(task: SearchTask) -> Searched:
     """Price every candidate and take the best; of recipes that are nearly as good, the one with the simplest mesh."""
-    rows: dict[tuple[int, ...], Priced] = {}
+    rows: dict[tuple[int, ...], RecipeEstimate] = {}
     nearest: Tried | None = None
     count = 0
     for one in _tried(task):
         count += 1
-        if isinstance(one, Priced) and one.fits:
+        if isinstance(one, RecipeEstimate) and one.fits:
             key = tuple(one.recipe.mesh.values())
             if key not in rows or one.value(task.goal) < rows[key].value(task.goal):
                 rows[key] = one
-        elif nearest is None or one.reserved_bytes < nearest.reserved_bytes:
+        elif nearest is None or one.memory.reserved < nearest.memory.reserved:
             nearest = one
     if not rows and nearest is None and task.training:
-        nearest = min(_tried(replace(task, leanest=True)), key=lambda one: one.reserved_bytes, default=None)
-    closest = _in_full(nearest) if isinstance(nearest, Step) else nearest
+        nearest = min(_tried(replace(task, leanest=True)), key=lambda one: one.memory.reserved, default=None)
+    closest = price_prepared(nearest) if isinstance(nearest, Step) else nearest
     ranking = sorted(rows.values(), key=lambda one: one.value(task.goal))
     if not ranking:
         return Searched(best=None, ranking=(), closest=closest, priced=count)
@@ -135,7 +108,7 @@ def is_run(task: SearchTask, recipe: Recipe) -> bool:
     return not task.new_tokens or recipe.pp == 1
 
 
-def _keeping(task: SearchTask, one: Priced) -> Priced:
+def _keeping(task: SearchTask, one: RecipeEstimate) -> RecipeEstimate:
     """The same recipe with as many layers that keep their activations as fit, by bisection."""
     if one.recipe.recompute == "none" or task.given.recompute:
         return one
@@ -151,13 +124,13 @@ def _keeping(task: SearchTask, one: Priced) -> Priced:
     return best
 
 
-def _balancing(task: SearchTask, one: Priced) -> Priced:
+def _balancing(task: SearchTask, one: RecipeEstimate) -> RecipeEstimate:
     """The same recipe with fewer layers in the stage that has the head, as its products count, where that is faster."""
     other = price_recipe(task, replace(one.recipe, balanced_stages=True))
     return other if other.fits and other.seconds < one.seconds else one
 
 
-def alone(task: SearchTask, found: Searched) -> Priced | None:
+def alone(task: SearchTask, found: Searched) -> RecipeEstimate | None:
     """The answer on one device, where more of them are not faster by enough; None where they are."""
     best = found.best
     assert best is not None
@@ -167,7 +140,7 @@ def alone(task: SearchTask, found: Searched) -> Priced | None:
     return one
 
 
-def _simplicity(one: Priced) -> tuple[float, ...]:
+def _simplicity(one: RecipeEstimate) -> tuple[float, ...]:
     """Fewer devices first, then no layer computed twice, then fewer ways in which the model is divided, then seconds.
 
     Replicas divide the batch alone; whole ones come before sharded ones.
@@ -186,7 +159,7 @@ def _tried(task: SearchTask) -> Iterator[Tried]:
     for devices in counts:
         topology = part_of(task.topology, devices)
         if topology is not None:
-            yield from (_steps if task.training else _answers)(task, devices, topology)
+            yield from _steps(task, devices, topology) if task.training else _answers(task, devices)
 
 
 def part_of(topology: Topology, devices: int) -> Topology | None:
@@ -197,18 +170,17 @@ def part_of(topology: Topology, devices: int) -> Topology | None:
     return replace(topology, hosts=devices // per_host, devices_per_host=per_host)
 
 
-def price_recipe(task: SearchTask, recipe: Recipe) -> Priced:
+def price_recipe(task: SearchTask, recipe: Recipe) -> RecipeEstimate:
     """Price one recipe on the first devices. Raises `SpecError` where it does not go with the devices or the model."""
     topology = part_of(task.topology, recipe.devices)
     if topology is None:
         raise SpecError(f"{recipe.devices} of {task.devices} devices are no whole hosts.")
     if task.training:
-        return Priced(recipe=recipe, estimate=price_step(task.work, recipe, task.card, topology))
-    return Priced(recipe=recipe, estimate=price_answer(task, recipe, topology))
-
-
-def _in_full(step: Step) -> Priced:
-    return Priced(recipe=step.recipe, estimate=price_prepared(step))
+        return price_step(task.work, recipe, task.card, topology)
+    return price_generation(
+        task.work, recipe, task.card, topology, batch=task.limits.samples, prompt_tokens=task.prompt_tokens,
+        new_tokens=task.new_tokens,
+    )  # fmt: skip
 
 
 def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried]:
@@ -226,30 +198,19 @@ def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried
             *others, leanest = modes
             for last in _those_that_run([leanest], prepare):
                 for one in _those_that_run(others, prepare) if last.fits else ():  # what keeps more takes more
-                    yield _in_full(one) if one.fits else one
+                    yield price_prepared(one) if one.fits else one
                     if one.fits and task.goal != "memory":
                         break  # more recomputation only takes longer
                 else:
-                    yield _in_full(last) if last.fits else last
+                    yield price_prepared(last) if last.fits else last
             if task.leanest:
                 break
 
 
-def _answers(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried]:
-    def price(recipe: Recipe) -> Priced:
-        return Priced(recipe=recipe, estimate=price_answer(task, recipe, topology))
-
+def _answers(task: SearchTask, devices: int) -> Iterator[Tried]:
     for mesh in answer_meshes(devices, task.limits, task.given):
         recipes = answer_recipes(mesh, task.limits, task.given, task.precision, task.stack)
-        yield from _those_that_run(recipes, price)
-
-
-def price_answer(task: SearchTask, recipe: Recipe, topology: Topology) -> GenerationEstimate:
-    """Price the answer of a task with one recipe."""
-    return price_generation(
-        task.work, recipe, task.card, topology, batch=task.limits.samples, prompt_tokens=task.prompt_tokens,
-        new_tokens=task.new_tokens,
-    )  # fmt: skip
+        yield from _those_that_run(recipes, partial(price_recipe, task))
 
 
 def _those_that_run(recipes: Iterable[Recipe], make: Callable[[Recipe], Made]) -> Iterator[Made]:

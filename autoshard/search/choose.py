@@ -17,6 +17,7 @@ from autoshard.cluster.topology import computing_devices, unequal_reason, uneven
 from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
 from autoshard.engine.estimate import Estimate
+from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
@@ -24,7 +25,7 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Goal, Priced, Searched, SearchTask, alone
+from autoshard.search.best import Goal, Searched, SearchTask, alone
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.limits import Fixed, parse_mesh
 from autoshard.search.processes import Asked, dtype_of, plan_processes
@@ -251,7 +252,7 @@ def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -
 
 
 def _on_one(
-    traced: Traced, cluster: Cluster, asked: Asked, task: SearchTask, found: Searched, alone: Priced
+    traced: Traced, cluster: Cluster, asked: Asked, task: SearchTask, found: Searched, alone: RecipeEstimate
 ) -> tuple[Plan, Searched]:  # fmt: skip
     from autoshard.search.processes import write_plan
     from autoshard.search.reasons import explain

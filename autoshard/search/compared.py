@@ -4,8 +4,9 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes
+from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import Priced, SearchTask, search
+from autoshard.search.best import SearchTask, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.processes import asked_of, write_plan
@@ -65,8 +66,8 @@ def _why_not(task: SearchTask, kind: str) -> str:
     given = replace(task.given, axes=AXES[kind])
     if kind == "one device":
         task = replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))
-    closest: Priced | None = search(replace(task, given=given)).closest
+    closest: RecipeEstimate | None = search(replace(task, given=given)).closest
     if closest is None:
         return "no such mesh goes with the model, the batch and these devices"
-    lacking = closest.estimate.used_bytes - task.card.memory_bytes
+    lacking = closest.memory.used - task.card.memory_bytes
     return f"{shown_mesh(closest.recipe)} lacks {format_bytes(lacking)} on its fullest rank"

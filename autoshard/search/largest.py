@@ -132,4 +132,4 @@ def _fullness(chosen: Chosen, batch: int) -> float:
     runs = chosen.plan.mesh.pp == 1  # as `apply` carries out: then a larger batch has to run as well
     if best is None or (runs and not is_run(chosen.task, best.recipe)):
         raise PlanError(f"no recipe fits with a batch of {batch}.")
-    return best.estimate.used_bytes / max(1, chosen.estimate.fullest.memory_bytes)
+    return best.memory.used / max(1, chosen.estimate.fullest.memory_bytes)

@@ -19,6 +19,7 @@ from autoshard.cluster.topology import computing_devices, topology_of, unequal_r
 from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.cards import weakest_card
+from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.precision import inference_precision, training_precision
 from autoshard.engine.price import boundaries_of, split_stages
 from autoshard.engine.pricer import needs_processes
@@ -28,7 +29,7 @@ from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import ASSUMED
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Goal, Priced, Searched, SearchTask, search
+from autoshard.search.best import Goal, Searched, SearchTask, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.gathered import gathered_alone
 from autoshard.search.limits import Fixed, check_given, limits_of
@@ -132,7 +133,7 @@ def _of_unequal(cluster: Cluster) -> Iterator[str]:
         yield f"{why}; ranks have equal parts, so each is planned with the least speed and memory of all"
 
 
-def _in_fewer_bits(traced: Traced, cluster: Cluster, asked: Asked, best: Priced) -> Iterator[str]:
+def _in_fewer_bits(traced: Traced, cluster: Cluster, asked: Asked, best: RecipeEstimate) -> Iterator[str]:
     """What a step takes if kernels compute in 16 bits, where that was not asked for and weights have 32."""
     if not traced.workload.training or asked.precision not in ("", "auto") or best.recipe.precision.compute != 4:
         return

@@ -6,10 +6,10 @@ from math import inf
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
+from autoshard.engine.memory import Memory, RecipeEstimate
 from autoshard.engine.precision import PRECISIONS
-from autoshard.engine.price import StepEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Priced, Searched, SearchTask, is_run, part_of, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, is_run, part_of, search
 
 NO_LESS = 0.95
 """Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
@@ -28,7 +28,7 @@ def shown_mesh(recipe: Recipe) -> str:
     return ",".join(f"{name}={degree}" for name, degree in recipe.mesh.items() if degree > 1) or "one device"
 
 
-def explain(task: SearchTask, found: Searched, *, instead_of: Priced | None = None) -> tuple[str, ...]:
+def explain(task: SearchTask, found: Searched, *, instead_of: RecipeEstimate | None = None) -> tuple[str, ...]:
     """The reasons of the best recipe, in sentences; `instead_of`: a faster one that is not worth starting."""
     assert found.best is not None
     best = found.best
@@ -46,7 +46,7 @@ def explain(task: SearchTask, found: Searched, *, instead_of: Priced | None = No
     return (*reasons, *_others(task, found), *_what_would_change(task, best), launch_command(task, best.recipe))
 
 
-def _what(task: SearchTask, best: Priced) -> Iterator[str]:
+def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
     recipe = best.recipe
     parts = [f"{degree} {WHAT[name]}" for name, degree in recipe.mesh.items() if degree > 1]
     if parts:
@@ -85,35 +85,30 @@ def _counted(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}"
 
 
-def _where_time_goes(task: SearchTask, best: Priced) -> Iterator[str]:
-    estimate = best.estimate
-    if isinstance(estimate, StepEstimate):
-        waits = [f"{format_seconds(estimate.exposed_seconds)} wait for communication"]
-        if estimate.bubble:
-            waits.append(f"{estimate.bubble:.0%} of the time a stage has nothing to do")
+def _where_time_goes(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
+    if task.training:
+        waits = [f"{format_seconds(best.exposed_seconds)} wait for communication"]
+        if best.bubble:
+            waits.append(f"{best.bubble:.0%} of the time a stage has nothing to do")
         if best.recipe.devices > 1:
-            yield f"of a step of {format_seconds(estimate.seconds)}, {', and '.join(waits)}"
+            yield f"of a step of {format_seconds(best.seconds)}, {', and '.join(waits)}"
     elif task.new_tokens:
-        parts = sorted(estimate.parts.items(), key=lambda item: -item[1])
+        parts = sorted(best.token_parts.items(), key=lambda item: -item[1])
         most = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in parts[:3] if seconds)
-        yield f"a token takes {format_seconds(estimate.token_seconds)}: {most}"
+        yield f"a token takes {format_seconds(best.token_seconds)}: {most}"
         if task.stack == "compiled":
             yield "decoding is priced as compiled, with CUDA graphs; op by op, the host may set the pace (--eager)"
 
 
-def _memory(task: SearchTask, best: Priced) -> Iterator[str]:
-    kinds = dict(kinds_of(best))
-    shown = ", ".join(
-        f"{name} {format_bytes(n)}" for name, n in sorted(kinds.items(), key=lambda item: -item[1])[:4] if n
-    )
-    needed = format_bytes(best.estimate.used_bytes)
+def _memory(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
+    needed, shown = format_bytes(best.memory.used), _largest(best.memory, 4)
     yield f"the fullest rank needs {needed} of {format_bytes(task.card.memory_bytes)}: {shown}"
 
 
-def kinds_of(one: Priced) -> Mapping[str, float]:
-    """Bytes of the fullest rank at its peak, by kind."""
-    memory = one.estimate.memory
-    return memory if isinstance(memory, Mapping) else memory.kinds
+def _largest(memory: Memory, count: int) -> str:
+    """The kinds of which there is most at the fullest moment."""
+    kinds = sorted(memory.kinds.items(), key=lambda item: -item[1])[:count]
+    return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in kinds if nbytes)
 
 
 def _others(task: SearchTask, found: Searched) -> Iterator[str]:
@@ -146,7 +141,7 @@ def _kind(recipe: Recipe) -> tuple[bool, ...]:
     return tuple(degree > 1 for degree in recipe.mesh.values())
 
 
-def _what_would_change(task: SearchTask, best: Priced) -> Iterator[str]:
+def _what_would_change(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
     """Which larger device, if any, would save the recomputation."""
     if not task.training or best.recipe.recompute == "none" or task.given.recompute or best.recipe.kept_layers:
         return
@@ -184,30 +179,25 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
                 'Use fewer devices, or launch="one-process", whose stages may begin at any module.'
             )
         return f"{said}. Give a batch that the number of devices divides, or other degrees."
-    needed = closest.estimate.used_bytes
+    needed, most = closest.memory.used, _largest(closest.memory, 3)
     lacking = needed - task.card.memory_bytes
-    kinds = sorted(kinds_of(closest).items(), key=lambda item: -item[1])
-    most = ", ".join(f"{name} {format_bytes(n)}" for name, n in kinds[:3] if n)
     said = (
         f"no recipe fits: the closest, {shown_mesh(closest.recipe)}{_how(task, closest.recipe, ' with')}, needs "
-        f"{format_bytes(needed)} on its fullest rank ({most}), {format_bytes(lacking)} more than the "
-        f"{format_bytes(task.card.memory_bytes)} that may be used"
+        f"{format_bytes(needed)} on its fullest rank ({most}), {format_bytes(lacking)} more than "
+        f"the {format_bytes(task.card.memory_bytes)} that may be used"
     )
     why = task.limits.why_not and f" {task.limits.why_not[0].upper()}{task.limits.why_not[1:]}"
     return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task)}{why}"
 
 
-def _of_the_loss(closest: Priced, lacking: float) -> str:
+def _of_the_loss(closest: RecipeEstimate, lacking: float) -> str:
     """That without the logits it would fit, where that is so."""
-    estimate = closest.estimate
-    if not isinstance(estimate, StepEstimate):
-        return ""
-    loss = next((one for one in estimate.memory.curve if one.name == "loss"), None)
-    if loss is None or loss.transient < lacking or estimate.memory.allocated > loss.allocated:
+    loss = next((one for one in closest.memory.curve if one.name == "loss"), None)
+    if loss is None or loss.bytes["transient"] < lacking or closest.memory.allocated > loss.total:
         return ""
     return (
-        f"{format_bytes(loss.transient)} are logits and their copies around the loss: with a loss that is computed in "
-        "parts of the sequence there are few of them. "
+        f"{format_bytes(loss.bytes['transient'])} are logits and their copies around the loss: with a loss that is "
+        "computed in parts of the sequence there are few of them. "
     )
 
 
@@ -237,7 +227,7 @@ def remedy(task: SearchTask) -> str:
             again = _how(task, found.best.recipe, ",")
             return f"{words}{shown_mesh(found.best.recipe)}{again}, {format_seconds(found.best.seconds)}."
         if found.closest is not None and other.precision == task.precision:
-            if found.closest.estimate.used_bytes > NO_LESS * least:
+            if found.closest.memory.used > NO_LESS * least:
                 break  # more devices do not help
-            least = found.closest.estimate.used_bytes
+            least = found.closest.memory.used
     return "Use shorter sequences, a smaller batch, or larger devices."

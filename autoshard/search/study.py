@@ -10,12 +10,12 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import Topology
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import FULL, Estimate
+from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.played import PlayedPlan, play_answer, play_step
-from autoshard.engine.price import StepEstimate
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
-from autoshard.search.best import Priced, Searched, SearchTask, alone, price_recipe, search
-from autoshard.search.estimates import estimate_recipe, rate, setting_of
+from autoshard.search.best import Searched, SearchTask, alone, price_recipe, search
+from autoshard.search.estimates import estimate_recipe, setting_of
 from autoshard.search.limits import Fixed, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.reasons import beside, explain, remedy, shown_mesh
@@ -54,7 +54,7 @@ class Study:
     estimate: Estimate
     traced: Traced
     task: SearchTask
-    own: Priced
+    own: RecipeEstimate
     searched: Searched
     rows: tuple[Row, ...]
     reasons: tuple[str, ...]
@@ -70,9 +70,9 @@ class Study:
     def played(self) -> PlayedPlan:
         """The step or answer as it is played."""
         setting, _ = setting_of(self.task, self.own.recipe)
-        if isinstance(self.own.estimate, StepEstimate):
-            return play_step(setting, self.own.estimate)
-        return play_answer(setting, self.own.estimate, self.task.new_tokens)
+        if self.task.training:
+            return play_step(setting, self.own)
+        return play_answer(setting, self.own, self.task.new_tokens)
 
 
 def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -> Study:
@@ -94,7 +94,7 @@ def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -
     return replace(done, cells=tuple(_cells(done))) if sizes else done
 
 
-def _rows(task: SearchTask, found: Searched, own: Priced) -> Iterator[Row]:
+def _rows(task: SearchTask, found: Searched, own: RecipeEstimate) -> Iterator[Row]:
     """The ranking; the plan's own recipe takes the place of the one with its mesh."""
     others = [one for one in found.ranking if one.recipe.mesh != own.recipe.mesh]
     for one in sorted([own, *others], key=lambda one: one.value(task.goal)):
@@ -105,17 +105,13 @@ def _rows(task: SearchTask, found: Searched, own: Priced) -> Iterator[Row]:
         if recipe.pp > 1:
             how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
         yield Row(
-            mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=_rate(task, one),
-            peak_bytes=int(one.estimate.used_bytes), chosen=mine,
+            mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=one.tokens_per_second,
+            peak_bytes=int(one.memory.used), chosen=mine,
             beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal)),
         )  # fmt: skip
 
 
-def _rate(task: SearchTask, one: Priced) -> float:
-    return rate(task.limits.samples * task.work.tokens, task.new_tokens, one.estimate)
-
-
-def _to_fit(task: SearchTask, own: Priced, estimate: Estimate) -> str:
+def _to_fit(task: SearchTask, own: RecipeEstimate, estimate: Estimate) -> str:
     """What would make a plan fit that does not, or leave what is kept free."""
     fullest = estimate.fullest
     if fullest.peak_bytes <= FULL * fullest.memory_bytes:
@@ -181,10 +177,14 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
     best, memory = found.best, min(device.memory_bytes for device in done.plan.devices)
     if best is not None and not task.training and topology.hosts == 1:
         best = alone(task, found) or best
-    return Cell(
-        batch=batch, tokens=tokens, devices=devices, own=own, mesh="" if best is None else shown_mesh(best.recipe),
-        seconds=0.0 if best is None else best.seconds, tokens_per_second=0.0 if best is None else _rate(task, best),
-        full=0.0 if best is None else best.estimate.used_bytes / max(memory, 1),
+    cell = Cell(
+        batch=batch, tokens=tokens, devices=devices, own=own, mesh="", seconds=0.0, tokens_per_second=0.0, full=0.0
+    )  # fmt: skip
+    if best is None:
+        return cell
+    return replace(
+        cell, mesh=shown_mesh(best.recipe), seconds=best.seconds, tokens_per_second=best.tokens_per_second,
+        full=best.memory.used / max(memory, 1),
     )  # fmt: skip
 
 

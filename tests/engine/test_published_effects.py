@@ -38,8 +38,8 @@ def test_logits_are_there_around_the_loss_alone():
     logits = 8 * work.tokens * 4096
     assert sums_of(last).logits * 8 / work.samples == logits
     for stack, each in LOGIT_BYTES.items():
-        assert moment(priced(Recipe(micro_batch=8, stack=stack)), "loss").transient == logits * each
-    assert moment(priced(Recipe(micro_batch=8)), "backward of a layer").transient < logits * 16
+        assert moment(priced(Recipe(micro_batch=8, stack=stack)), "loss").bytes["transient"] == logits * each
+    assert moment(priced(Recipe(micro_batch=8)), "backward of a layer").bytes["transient"] < logits * 16
 
 
 def test_sums_of_gradients_stay_whole_and_parameters_do_not():
@@ -48,8 +48,8 @@ def test_sums_of_gradients_stay_whole_and_parameters_do_not():
     once = replace(each, accumulate_unsharded=True)
     first, second = moment(priced(each), "loss"), moment(priced(once), "loss")
     parameters = traced().work.parameters
-    assert second.gradients - first.gradients == pytest.approx(4 * parameters * 7 / 8)
-    assert second.unsharded == first.unsharded < 2 * parameters
+    assert second.bytes["gradients"] - first.bytes["gradients"] == pytest.approx(4 * parameters * 7 / 8)
+    assert second.bytes["unsharded parameters"] == first.bytes["unsharded parameters"] < 2 * parameters
 
 
 def test_an_optimizer_copies_gradients_of_16_bits():
@@ -57,9 +57,9 @@ def test_an_optimizer_copies_gradients_of_16_bits():
     short = priced(Recipe(precision=precision))
     full = priced(Recipe(precision=replace(precision, gradients=4, reduce=4)))
     parameters = traced().work.parameters
-    assert moment(short, "optimizer").transient == pytest.approx(6 * parameters)
-    assert moment(full, "optimizer").transient == 0
-    before = max(one.allocated for one in short.memory.curve[:-1])
+    assert moment(short, "optimizer").bytes["transient"] == pytest.approx(6 * parameters)
+    assert moment(full, "optimizer").bytes["transient"] == 0
+    before = max(one.total for one in short.memory.curve[:-1])
     assert short.memory.reserved >= before + 6 * parameters
 
 
@@ -93,7 +93,7 @@ def test_unfused_attention_makes_its_scores():
     attention = sums_of(work.blocks[1]).attentions[0]
     setting = make_setting(work, recipe, CARD, topology(1))
     assert attention.scores_on(setting.share) == pytest.approx(scores)
-    kept = [moment(one, "loss").activations for one in (fused, unfused)]
+    kept = [moment(one, "loss").bytes["activations"] for one in (fused, unfused)]
     assert kept[1] - kept[0] == pytest.approx(8 * 5 * scores)  # eight layers
     rate = CARD.bytes_per_second * setting.reached.memory
     assert unfused.seconds - fused.seconds > 8 * 30 * scores / rate

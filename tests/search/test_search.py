@@ -12,7 +12,6 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.price import StepEstimate
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.workload import Workload
@@ -144,9 +143,10 @@ def test_sequences_in_parts_have_whole_logits_where_apply_makes_them(samples, nb
     task = task_on("4xA100-40GB", samples=samples, tokens=65536, given=fixed)
     recipe = search(task).ranking[0].recipe
     assert recipe.cp == 4 and not recipe.loss_parallel
-    made, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)).estimate for parallel in (False, True))
-    assert isinstance(made, StepEstimate) and isinstance(parts, StepEstimate)
-    at_loss = [next(one for one in each.memory.curve if one.name == "loss").transient for each in (made, parts)]
+    made, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)) for parallel in (False, True))
+    at_loss = [
+        next(one for one in each.memory.curve if one.name == "loss").bytes["transient"] for each in (made, parts)
+    ]
     assert at_loss == pytest.approx([65536 * 4096 * nbytes, samples * 65536 * 4096 * 4])
     assert made.seconds > parts.seconds
 
@@ -337,6 +337,6 @@ def test_training_in_float64_keeps_twice_as_much_and_computes_at_its_own_rate():
         traced = trace(model, torch.zeros(2, 512, dtype=dtype), Workload(mode="training", batch_size=8192))
         asked = Asked(precision="auto", given=Fixed(mesh={"fsdp": 2}))
         found.append(search(make_task(traced, parse_devices("2xL40S"), asked)).ranking[0])
-    single, double = (one.estimate for one in found)
-    weights = [one.memory.curve[0].weights for one in (single, double)]
+    single, double = found
+    weights = [one.memory.curve[0].bytes["weights"] for one in (single, double)]
     assert weights[1] == 2 * weights[0] and double.compute_seconds > 8 * single.compute_seconds

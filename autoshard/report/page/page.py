@@ -171,9 +171,9 @@ def _evenly(ranks: Sequence[RankEstimate], most: int) -> list[RankEstimate]:
     return [ranks[round(at * (len(ranks) - 1) / (most - 1))] for at in range(most)]
 
 
-def _held(rank: RankEstimate) -> list[tuple[str, dict[str, int]]]:
+def _held(rank: RankEstimate) -> list[tuple[str, dict[str, float]]]:
     """(moment, bytes by kind) of a class of ranks; the fullest moment adds up to its peak."""
-    fullest = max(sum(moment.bytes.values()) for moment in rank.curve)
+    fullest = max(moment.total for moment in rank.curve)
     return [(moment.name, {OUTSIDE: rank.peak_bytes - fullest, **moment.bytes}) for moment in rank.curve]
 
 
