@@ -41,7 +41,7 @@ def check_devices(needed: Iterable[str], cluster: Cluster, use: str) -> None:
 def estimate_placed(profile: Profile, cluster: Cluster, moves: Flow, objective: str) -> Estimate:
     """Price the run as it was recorded, with modules where `moves` has them; no bound is worked out."""
     compute = _compute_seconds(profile, cluster, moves)
-    transfers = tuple(_transfer(copy, cluster) for copy in moved_copies(moves, hosts=True))
+    transfers = tuple(transfer_of(copy, cluster) for copy in moved_copies(moves, hosts=True))
     incoming = dict.fromkeys(cluster.names, 0.0)
     for transfer in transfers:
         if transfer.destination in incoming:
@@ -109,7 +109,7 @@ def device_of_module(path: str, moves: Flow) -> str:
     return next((device for name, device in moves.tensor_device.items() if is_below(name, path)), "")
 
 
-def _transfer(copy: Copy, cluster: Cluster) -> Transfer:
+def transfer_of(copy: Copy, cluster: Cluster) -> Transfer:
     between_devices = HOST_NAME not in (copy.source, copy.destination)
     return Transfer(
         source=copy.source,

@@ -1,12 +1,12 @@
-"""Bytes of every stage of a pipeline for one micro-batch.
+"""Bytes of every stage of a pipeline in one process.
 
-    static      parameters, buffers, inputs of the whole batch; in training optimizer state
-    forward     the most activations while the stage runs it
-    kept        saved activations between its forward and its backward, with what the stage received
-    backward    the most activations while it runs, with the gradients that are being made
-    outputs     what stays to the end of the pass: outputs
+    static      parameters, buffers, optimizer state, inputs of the whole batch: always there
+    forward     the most activations while a micro-batch runs
+    kept        activations of a micro-batch between its forward and its backward, outputs and caches included
+    backward    the most activations and gradients while it goes back
 
-`flow` says what lives when, with every stage as a device of its own.
+`flow` says what lives when for one micro-batch. All of them run forward, one after the other; their outputs become one
+tensor, through which one backward goes.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,148 +16,109 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.device import Device
-from autoshard.flow import Flow, flow
+from autoshard.flow import Copy, Flow
 from autoshard.plan import Stage
-from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS
-from autoshard.profile.profile import Profile
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
+from autoshard.profile.measure import optimizer_step_bytes
 
 Array = np.ndarray
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """Bytes of one stage, in the terms of the module docstring. `gradient`: of all its parameters.
+    """Bytes of one stage for one micro-batch, in the terms of the module docstring.
 
-    `first_backward` has the gradients made so far, `backward` of a later micro-batch only those being made.
-    `outputs_and_cache`: what stays to the end of the pass; `outputs`: the part of it that is put together, of all
-    micro-batches; `unsaved`: the part of these that autograd does not hold, which goes then. `leaving`: outputs that
-    are copied to the device of the inputs, and `arriving` there, `returning`: the part of both that a gradient
-    comes back to.
+    `gradient`: of all its parameters; `first_backward`: with the gradients made so far, `later_backward`: with those
+    being made, which are added to sums of earlier micro-batches. `outputs`: the part of `kept` that is put together;
+    `arriving`: outputs of another stage, which are copied to where the inputs were.
     """
 
-    parameter: int = 0
-    buffer: int = 0
-    gradient: int = 0
-    optimizer: int = 0
-    inputs: int = 0
-    forward: int = 0
-    kept: int = 0
-    first_backward: int = 0
-    backward: int = 0
-    outputs_and_cache: int = 0
-    outputs: int = 0
-    unsaved: int = 0
-    leaving: int = 0
-    arriving: int = 0
-    returning: int = 0
+    parameter: int
+    buffer: int
+    gradient: int
+    optimizer: int
+    inputs: int
+    forward: int
+    kept: int
+    first_backward: int
+    later_backward: int
+    outputs: int
+    arriving: int
+
+    @property
+    def static(self) -> int:
+        """What is always there."""
+        return self.parameter + self.buffer + self.optimizer + self.inputs
+
+    def peak(self, microbatches: int, step: int, *, training: bool) -> tuple[int, int]:
+        """(gradients, activations) when both together are largest; `step`: bytes of the optimizer's step."""
+        kept, others = microbatches * self.kept, (microbatches - 1) * self.kept
+        merged = microbatches * (self.outputs * (microbatches > 1) + self.arriving)
+        peaks = [(0, others + self.forward), (0, kept + merged)]
+        if training:
+            there = microbatches * self.arriving
+            peaks += [(0, there + others + self.first_backward), (self.gradient, there + step)]
+            if microbatches > 1:
+                peaks.append((self.gradient, there + others - self.kept + self.later_backward))
+        return max(peaks, key=sum)
 
 
-class StageMemory:
-    """What lives on which stage in one pass of one micro-batch; `graph` is that of the micro-batch.
+def stage_bytes(
+    graph: ModelGraph, moves: Flow, device: Device, trained: Sequence[int], workload: Workload, input_bytes: int
+) -> StageBytes:
+    """Bytes of the stage on a device, rounded as its allocator does.
 
-    Attributes:
-        owner: parameter or buffer -> the stage that has it; others that read it get a copy.
-        runs_again: mask of the forward ops that run a second time.
+    `graph`, `moves`: of one micro-batch; `trained`: sizes of the parameters that it trains; `input_bytes`: of the whole
+    batch.
     """
 
-    def __init__(self, whole: Profile, graph: ModelGraph, stages: Sequence[Stage]) -> None:
-        self.whole, self.graph = whole, graph
-        moves = flow(graph, {path: str(i) for i, one in enumerate(stages) for path in one.paths})
-        self.owner = {name: int(stage) for name, stage in moves.tensor_device.items()}
-        segments = segments_of(graph, stages)
-        self.runs_again = segments >= 0
-        self.moves = moves = _recomputed(graph, moves, segments)
-        rows, begin, end = moves.buffers, graph.backward_begin, len(graph.ops)
-        kinds = {"parameter": 1, "buffer": 1, "input": 2}
-        kind = np.array([kinds.get(storage.kind, 0) for storage in graph.storages] or [0])[rows.storage]
-        gradients = {graph.values[value].storage for _, value in graph.gradients}
-        stays = (rows.born >= begin) & (rows.born < end) & (rows.died >= end)
-        self.gradients = ~rows.copied & (_in_storages(rows.storage, gradients) | ((kind == 0) & stays))
-        self.arriving = _rows_of(moves, lambda copy: copy.reason == "output")
-        # One copy of a parameter is enough for all micro-batches.
-        self.shared_copies = rows.copied & ((kind == 1) | _rows_of(moves, lambda copy: copy.kept))
-        self.transient = ((kind == 0) | rows.copied) & ~self.gradients & ~self.arriving & ~self.shared_copies
-        storages = {graph.values[value].storage for value in graph.outputs}
-        self.outputs = _in_storages(rows.storage, storages) & ~rows.copied & (kind == 0) & (rows.born < begin)
-        saved = {(graph.values[save.value].storage, moves.op_device[save.op]) for save in graph.saves}
-        is_saved = [place in saved for place in zip(rows.storage.tolist(), rows.device.tolist(), strict=True)]
-        self.unsaved = self.outputs & ~np.array(is_saved, bool)
-        self.leaving = self.outputs & _in_storages(
-            rows.storage, {graph.values[copy.value].storage for copy in moves.copies if copy.reason == "output"}
-        )
-        died = np.where(self.outputs, end + 1, rows.died)
-        with_outputs = _rows_of(moves, lambda copy: copy.value in graph.alive_at_end)
-        caches = _in_storages(rows.storage, {graph.values[value].storage for value in graph.state}) & ~rows.copied
-        lasts = self.outputs | with_outputs | caches
-        self.outputs_and_cache = self.outputs | (self.transient & (died > end) & lasts)
-        self.graded = _in_storages(rows.storage, {graph.values[value].storage for value in graph.outputs
-                                            if begin < end and graph.values[value].requires_grad})  # fmt: skip
-        self.moves = replace(moves, buffers=replace(rows, died=died))
+    def rounded(nbytes: int) -> int:
+        return -(-nbytes // device.block_bytes) * device.block_bytes
 
-    def of(self, stage: int, device: Device, trained: Sequence[int]) -> StageBytes:
-        """Return the bytes of one stage, rounded as its device's allocator does; `trained`: of its parameters."""
+    rows, begin, end = moves.buffers, graph.backward_begin, len(graph.ops)
+    here = rows.device == moves.devices.index(device.name)
+    nbytes = -(-rows.nbytes // device.block_bytes) * device.block_bytes
+    kind = np.array([str(storage.kind) for storage in graph.storages] or [""])[rows.storage]
+    kept_copies = rows.copied & (np.isin(kind, ("parameter", "buffer")) | _rows_of(moves, lambda copy: copy.kept))
+    outputs = {graph.values[value].storage for value in graph.outputs}
+    arriving = _rows_of(moves, lambda copy: copy.reason == "output")
+    made_in_backward = (rows.born >= begin) & (rows.born < end) & (rows.died >= end) & (kind == "activation")
+    gradients = {graph.values[value].storage for _, value in graph.gradients}
+    gradient = ~rows.copied & (np.isin(rows.storage, [*gradients]) | made_in_backward)
+    own = ~rows.copied & np.isin(kind, ("parameter", "buffer", "input"))
+    transient = here & ~own & ~gradient & ~arriving & ~kept_copies
+    kept = transient & (rows.born < begin) & (rows.died > begin)
 
-        def rounded(nbytes: int) -> int:
-            return -(-nbytes // device.block_bytes) * device.block_bytes
+    def total(mask: Array) -> int:
+        return int(nbytes[here & mask].sum())
 
-        graph, workload = self.graph, self.whole.workload
-        static = self._static(stage, rounded)
-        gradient = sum(map(rounded, trained))
-        inputs = sum(rounded(row.nbytes) for row in self.whole.graph.storages if row.kind == "input")
-        found = StageBytes(
-            parameter=static["parameter"],
-            buffer=static["buffer"],
-            gradient=gradient,
-            optimizer=gradient * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0,
-            inputs=inputs if stage == int(self.moves.execution_devices.devices[""]) else 0,
-        )
-        if str(stage) not in self.moves.devices:
-            return found
-        rows, begin, end = self.moves.buffers, graph.backward_begin, len(graph.ops)
-        here = rows.device == self.moves.devices.index(str(stage))
-        nbytes = -(-rows.nbytes // device.block_bytes) * device.block_bytes
-        transient, new = here & self.transient, here & self.gradients
-
-        def total(mask: Array) -> int:
-            return int(nbytes[here & mask].sum())
-
-        live = self.moves.timeline(str(stage), device.block_bytes, transient)
-        made = self.moves.timeline(str(stage), device.block_bytes, new)
-        being_made = np.bincount(np.ceil(rows.born[new]).astype(np.int64), nbytes[new], end + 1).astype(np.int64)
-        kept = transient & (rows.born <= begin - 1) & (rows.died - 1 >= begin)
-        outputs = here & self.outputs
-        # Gradients of micro-batches wait for the last one: after the op a sum stands beside its terms.
-        later = np.maximum(live + being_made, np.minimum(live, np.append(live[1:], 0)) + 2 * being_made)
-        return replace(
-            found,
-            parameter=found.parameter + total(self.shared_copies),
-            forward=int(live[:begin].max(initial=0)),
-            kept=total(kept),
-            first_backward=int((live + made)[begin:].max(initial=0)),
-            backward=int(later[begin:].max(initial=0)),
-            outputs_and_cache=total(self.outputs_and_cache & ~self.outputs | outputs),
-            outputs=total(outputs),
-            unsaved=total(self.unsaved & outputs),
-            leaving=total(self.leaving),
-            arriving=total(self.arriving),
-            returning=total((self.leaving | self.arriving) & self.graded),
-        )
-
-    def _static(self, stage: int, rounded: Callable[[int], int]) -> dict[str, int]:
-        """Bytes of the parameters and of the buffers that a stage has, tied ones once."""
-        found, seen = {"parameter": 0, "buffer": 0}, set[int]()
-        for tensor in self.graph.tensors:
-            if stage == self.owner[tensor.name] and tensor.storage not in seen:
-                seen.add(tensor.storage)
-                found[tensor.kind] += rounded(self.graph.storages[tensor.storage].nbytes)
-        return found
+    live = moves.timeline(device.name, device.block_bytes, transient)
+    made = moves.timeline(device.name, device.block_bytes, here & gradient)
+    new = np.bincount(np.ceil(rows.born[here & gradient]).astype(np.int64), nbytes[here & gradient], end + 1)
+    new = new.astype(np.int64)
+    later = np.maximum(live + new, np.minimum(live, np.append(live[1:], 0)) + 2 * new)  # a sum stands beside its terms
+    sums = sum(map(rounded, trained))
+    return StageBytes(
+        parameter=total(own & (kind == "parameter")) + total(kept_copies),
+        buffer=total(own & (kind == "buffer")),
+        gradient=sums,
+        optimizer=sums * OPTIMIZER_STATE_TENSORS[workload.optimizer] if workload.training else 0,
+        inputs=rounded(input_bytes) if device.name == moves.execution_devices.devices[""] else 0,
+        forward=int(live[:begin].max(initial=0)),
+        kept=total(kept),
+        first_backward=int((live + made)[begin:].max(initial=0)),
+        later_backward=int(later[begin:].max(initial=0)),
+        outputs=total(kept & ~rows.copied & np.isin(rows.storage, [*outputs])),
+        arriving=total(arriving),
+    )
 
 
-def _in_storages(storage: Array, wanted: set[int]) -> Array:
-    return np.isin(storage, list(wanted))
+def step_bytes(trained: Sequence[int], workload: Workload, device: Device) -> int:
+    """Bytes of the optimizer's step on a device."""
+    return optimizer_step_bytes(list(trained), workload.optimizer, not device.name.startswith("cpu"))
 
 
-def _rows_of(moves: Flow, wanted: Callable[..., bool]) -> Array:
+def _rows_of(moves: Flow, wanted: Callable[[Copy], bool]) -> Array:
     """Mask over the buffers of a flow: copies of which this holds."""
     rows = [copy.buffer for copy in moves.copies if copy.buffer >= 0 and wanted(copy)]
     return np.isin(np.arange(len(moves.buffers.storage)), rows)
@@ -193,7 +154,7 @@ def _called(graph: ModelGraph, paths: Sequence[str]) -> set[str]:
     return found
 
 
-def _recomputed(graph: ModelGraph, moves: Flow, segments: Array) -> Flow:
+def recomputed(graph: ModelGraph, moves: Flow, segments: Array) -> Flow:
     """Change a flow so that activations inside of segments go when these return, and come again in backward.
 
         forward      ██████░░░░░░░░░░░░░░      one segment at a time: its saved activations go when it returns

@@ -119,4 +119,4 @@ def test_auto_equals_every_plan(seed):
 def test_auto_equals_every_plan_of_many_requests(start):
     """500: two devices, and every tenth time three."""
     gaps = [gap(seed, 3 if seed % 10 == 0 else 2) for seed in range(start, start + 20)]
-    assert min(gaps) >= 1 - 1e-9 and sum(one > AS_GOOD for one in gaps) <= 3, gaps
+    assert min(gaps) >= 1 - 1e-9 and sum(one > AS_GOOD for one in gaps) <= 4, gaps
