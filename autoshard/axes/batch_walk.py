@@ -29,6 +29,8 @@ SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_sel
                              "unique_dim", "unique_consecutive", "_unique2"})  # fmt: skip
 """Ops that make tensors as large as values say."""
 
+CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
+
 
 class BatchWalk(BatchAxes):
     """The walk itself, op by op.
@@ -156,6 +158,8 @@ class BatchWalk(BatchAxes):
         alike = _scalars(plain(op)) == _scalars(plain(self.other.ops[op.index]))
         if name in SIZED and (alike or name == "repeat_interleave"):
             return False
+        if name in CONVOLUTIONS and _ungrouped(op) == _ungrouped(self.other.ops[op.index]):
+            return False
         dim = part_dim(op, len(self.graph.values[op.inputs[0]].shape)) if op.inputs else None
         if dim is None:
             return True
@@ -207,6 +211,12 @@ class BatchWalk(BatchAxes):
             elif state == "apart" and self._states[other] == "shared":
                 self._states[other] = "apart"
         self._enter(value, state)
+
+
+def _ungrouped(op: Op) -> list[Any]:
+    """The arguments of a convolution but for the number of groups, which the sizes of its tensors say as well."""
+    given = plain(op)
+    return given[:6] + given[7:]
 
 
 def _scalars(numbers: Iterable[Any]) -> list[Any]:

@@ -268,6 +268,21 @@ rule(
 )(_spatial(3))  # fmt: skip
 
 
+@rule("grid_sampler")
+def _sampled(walk: Context, x: Seen, grid: Seen, *args: Any) -> list[Sequence[Axis | None]]:
+    """(batch, channels, places), read where (batch, new places, coordinates) says."""
+    walk.block([*x.axes[2:], grid.axes[-1]], "read by coordinates")
+    walk.unify(x.axes[0], grid.axes[0])
+    return [(*x.axes[:2], *grid.axes[1:-1])]
+
+
+@rule("affine_grid_generator")
+def _affine_grid(walk: Context, theta: Seen, *args: Any) -> list[Sequence[Axis | None]]:
+    """A grid of coordinates per matrix of a batch."""
+    walk.block(theta.axes[1:], "elements of a matrix depend on each other")
+    return [(theta.axes[0], *[None] * (len(walk.shapes[0]) - 1))]
+
+
 @rule("im2col")
 def _patches(walk: Context, x: Seen, kernel: Sequence[int], *args: Any) -> list[Sequence[Axis | None]]:
     """(..., channels, height, width) -> (..., channels x places of the kernel, positions of it)."""

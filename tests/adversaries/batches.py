@@ -53,6 +53,16 @@ BETWEEN = {
     "ItemOfBatch": lambda self, x: x / max(4.0, x.std().item()),
     # a softmax whose temperature is the deviation of the batch, but at least 4
     "BatchTemperature": lambda self, x: x + (x / x.detach().std().clamp(min=4.0)).softmax(-1),
+    # kernels of samples in the groups of a convolution, in another order than the samples
+    "KernelsOfOthers": lambda self, x: (
+        F.conv1d(
+            x.transpose(1, 2).reshape(1, -1, x.shape[1]),
+            (x.transpose(1, 2) @ x).transpose(0, 1).reshape(-1, WIDTH, 1) / 100,
+            groups=x.shape[0],
+        )
+        .view(len(x), WIDTH, -1)
+        .transpose(1, 2)
+    ),
     # values are clamped by how many rows there are
     "NumberOfRows": lambda self, x: x.clamp(max=20.0 * x.shape[0]),
 }

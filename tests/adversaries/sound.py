@@ -242,6 +242,27 @@ class TorchLosses(Stack):
 
 
 @divided(rows, uneven)
+class KernelsOfSamples(Stack):
+    """Each sample has kernels of its own: the batch lies in the groups of a convolution."""
+
+    def between(self, x):
+        kernels = (x.transpose(1, 2) @ x / x.shape[1]).reshape(-1, WIDTH, 1)
+        mixed = F.conv1d(x.transpose(1, 2).reshape(1, -1, x.shape[1]), kernels, groups=x.shape[0])
+        return mixed.view(len(x), WIDTH, -1).transpose(1, 2)
+
+
+@divided(rows, uneven)
+class ReadAlongLines(Stack):
+    """Each sample is read along a line of its own."""
+
+    def between(self, x):
+        turns = x.mean(1)[:, :6].view(-1, 2, 3)
+        places = F.affine_grid(turns, [len(x), WIDTH, 1, x.shape[1]], align_corners=False)
+        read = F.grid_sample(x.transpose(1, 2)[:, :, None], places, align_corners=False)
+        return read[:, :, 0].transpose(1, 2)
+
+
+@divided(rows, uneven)
 class ScaleOfToken(Stack):
     """Quantised by the largest value of each token."""
 

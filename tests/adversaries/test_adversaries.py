@@ -38,6 +38,7 @@ PINNED: dict[str, Pins] = {
         "BatchTemperature": "refused: std in the model itself",
         "LargestOfBatch": "refused: max in the model itself",
         "NumberOfRows": "refused: clamp in the model itself",
+        "KernelsOfOthers": "refused: with other rows the model could not be run",
         "ManyTokens": "refused: mixes its rows: it runs other ops for 1024 rows than for 3, here tanh",
         "UntilAllAreSmall": "refused: decides what to do by values of all rows (any in",
         "Capacity": "refused: nonzero in router",

@@ -356,6 +356,9 @@ POOLS = [
     ("ab.->ab.", lambda x: aten.replication_pad1d(x, [1, 2]), (2, 4, 8)),
     ("ab..->ab..", lambda x: aten.replication_pad2d(x, [1, 2, 0, 1]), (2, 4, 8, 3)),
     ("ab...->ab...", lambda x: aten.replication_pad3d(x, [1, 1, 1, 1, 1, 1]), (2, 4, 3, 3, 3)),
+    ("ab..,acd.->abcd", lambda x, y: F.grid_sample(x, y, align_corners=False), (2, 3, 4, 4), (2, 5, 6, 2)),
+    ("ab...,acde.->abcde", lambda x, y: F.grid_sample(x, y, align_corners=True), (2, 3, 4, 4, 4), (2, 5, 6, 4, 3)),
+    ("a..->a...", lambda x: F.affine_grid(x, [len(x), 3, 4, 5], align_corners=False), (2, 2, 3)),
     ("ab..->a(b.).", lambda x: F.unfold(x, 2), (2, 3, 4, 4)),
     ("a(b.).->ab..", lambda x: F.fold(x, (4, 4), 2), (2, 12, 9)),
 ]
