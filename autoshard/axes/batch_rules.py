@@ -39,6 +39,12 @@ def _filled(walk: Context, *args: Any, **kwargs: Any) -> Any:
     return None if walk.name == "normal" and args and isinstance(args[0], Seen) else constant(walk)
 
 
+def _drawn_places(walk: Context, x: Seen, *args: Any) -> list[Sequence[Axis | None]]:
+    """Places along the last dimension, drawn for each row by itself."""
+    walk.block([x.axes[-1]], "drawn along it")
+    return [(*x.axes[:-1], None)]
+
+
 def _attention(walk: Context, *args: Any, dropout_p: float = 0.0, **kwargs: Any) -> Any:
     """What is dropped is drawn for each element."""
     args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
@@ -107,6 +113,7 @@ TABLE: Mapping[Any, Rule] = {
     **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
     aten.scaled_dot_product_attention: _attention,
     aten.diagonal: _diagonal,
+    aten.multinomial: _drawn_places,
     aten.copy_: pointwise,
 }
 FOR_REPLICAS: Mapping[Any, Rule] = {**TABLE, aten.squeeze: reshaped}

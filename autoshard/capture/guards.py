@@ -63,12 +63,13 @@ def asking(result: object) -> Guard | None:
         if frame.f_code in CHECKS:
             passes = True if type(result) is bool else None
             break
-        if not is_own(file) and not is_of_torch(file):
-            if type(result) is bool:
+        if not is_own(file):
+            if type(result) is bool:  # torch's own checks, of distributions for example, are guards as well
                 passes = _guards(frame.f_code).get(_running(frame))
-            else:
+            elif not is_of_torch(file):
                 passes, limit = _compared(frame)
-            break
+            if passes is not None or not is_of_torch(file):
+                break
         frame = frame.f_back
     return None if passes is None else Guard(passes=passes, place=_lines(frame), limit=limit)
 

@@ -266,7 +266,10 @@ class SampleRun:
             name: value for name, value in left.buffers.items() if value is not None and value != named.get(name)
         }
         for place, value in (*left.tensors.items(), *replaced.items()):
-            if graph.values[value].op >= 0 and walk.state(value) == "apart":
+            if graph.values[value].op >= 0 and (walk.state(value) == "apart" or value in walk.merges.known):
+                if place in replaced:
+                    what = f"mixes its rows: it makes {place} anew of what depends on the batch"
+                    raise self.refuse(maker_of(graph, value), what)
                 raise left_by_parts(place, self.question.model)
         for value in graph.alive_after:
             known = value in walk.merges.known or value in graph.outputs or value in graph.state

@@ -27,12 +27,13 @@ from autoshard.runtime.streaming import hook_streams
 def hook_boundaries(model: nn.Module, runtime: Runtime, hooks: Mapping[str, Hook]) -> None:
     """Hook a model whose tensors are where `runtime.record` says."""
     modules = dict(model.named_modules())
+    division = runtime.record.division
+    if division is not None and division.devices:
+        check_replicable(model)
     for path, hook in hooks.items():
         surround(modules[path], hook)
-    division = runtime.record.division
     if division is not None:
         if division.devices:
-            check_replicable(model)
             surround(model, Scatter(runtime, division))
         else:
             runtime.copies.carry = send

@@ -10,9 +10,11 @@ except that modules, parameters and buffers are their counterparts on its device
 the optimizer and state dicts know the model only.
 """
 
+import functools
+import inspect
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,11 +39,58 @@ _WRAPPED = "_orig_mod"
 
 def check_replicable(model: nn.Module) -> None:
     """Raise `ApplyError` for a model of which replicas can't be made."""
+    if reason := why_not_replicable(model):
+        raise ApplyError(reason)
+
+
+def why_not_replicable(model: nn.Module) -> str:
+    """Why replicas of a model can't be made, "" if they can."""
     if (scripted := find_scripted(model)) is not None:
-        raise ApplyError(
+        return (
             f"{scripted or 'the model'} is compiled by TorchScript, and such a module can't be replicated. "
             "Apply the plan to the module it was compiled from."
         )
+    modules = {id(module) for module in model.modules()}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name == _COMPILED or (name == "forward" and _WRAPPED in module._modules):
+                continue
+            if any(_reaches(one, modules, set()) for one in _shared(value, modules)):
+                return (
+                    f"{path or 'the model'} has a function in {name.strip('_')} that refers to modules of the model, "
+                    "and replicas would call those of the model itself. Make it a method, or use strategy='balanced'."
+                )
+    return ""
+
+
+def _shared(value: Any, modules: Collection[int]) -> Iterator[Any]:
+    """What replicas are handed as it is of the value of an attribute."""
+    if type(value) in (list, tuple, dict, OrderedDict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _shared(item, modules)
+    elif isinstance(value, types.MethodType):
+        if id(value.__self__) not in modules:
+            yield value
+    elif not isinstance(value, (torch.Tensor, nn.Module, Around)):
+        yield value
+
+
+def _reaches(value: Any, modules: Collection[int], seen: set[int]) -> bool:
+    """Whether a function, or another object that can be called, holds a module of the model."""
+    if isinstance(value, nn.Module) or id(value) in seen:
+        return id(value) in modules
+    seen.add(id(value))
+    if isinstance(value, (list, tuple, set, dict)):
+        held = list(value.values() if isinstance(value, dict) else value)
+    elif isinstance(value, types.FunctionType):
+        held = [*inspect.getclosurevars(value).nonlocals.values(), value.__defaults__, value.__kwdefaults__]
+    elif isinstance(value, functools.partial):
+        held = [value.func, value.args, value.keywords]
+    elif isinstance(value, types.MethodType):
+        held = [value.__func__, value.__self__]
+    else:
+        held = list(vars(value).values()) if hasattr(value, "__dict__") and callable(value) else []
+    return any(_reaches(item, modules, seen) for item in held)
 
 
 class Scatter(Divide):

@@ -254,8 +254,11 @@ def _check_caller(request: Request) -> None:
 
 
 def _replicate(request: Request) -> Plan:
+    from autoshard.runtime.replicas import why_not_replicable
     from autoshard.strategies.data_parallel import data_parallel
 
+    if reason := why_not_replicable(request.model):
+        raise PlanError(reason)
     made = data_parallel(request.profile, request.limited, request.batch, objective=request.objective)
     return _saying_what_is_assumed(made)
 

@@ -53,6 +53,7 @@ LSTM, GRU = ([torch.randn(gates, size, dtype=torch.float64) for size in (2, 4)] 
         ("a..->a.", lambda x: x.diagonal(0, 1, 2), [(3, 4, 4)]),
         ("abc,ab->abc", lambda x, y: x.index_put((y > 0,), torch.zeros(())), [(3, 4, 5), (3, 4)]),
         ("ab,b->ab", lambda x, y: x.zero_().copy_(y), [(3, 4), (4,)]),
+        ("a.->a1", lambda x: (1e6 * x).softmax(-1).multinomial(1), [(3, 4)]),
         ("a.b,ab->ab", lambda x, y: aten.nll_loss_nd(x, (y > 0).long(), None, 0, -100), [(3, 4, 5), (3, 5)]),
         ("a.,a->a", lambda x, y: aten.cross_entropy_loss(x, (y > 0).long(), None, 0, -100, 0.0), [(3, 4), (3,)]),
         (

@@ -76,7 +76,14 @@ def _limits(self, x):
     return self.linear(x)
 
 
+def _distribution(self, x):
+    given = torch.distributions.Normal(self.linear(x), 1.0, validate_args=True)
+    choice = torch.distributions.Categorical(logits=x, validate_args=True)
+    return given.log_prob(x) + choice.log_prob(choice.sample())[..., None]
+
+
 def test_an_error_for_single_elements_is_a_guard():
+    assert ways(Model(_distribution), rows()) == {"": "cat"}
     assert ways(Model(_limits), rows()) == {"": "cat"}
     assert ways(Model(_raises_if_large), rows()) == {"": "cat"}
     assert ways(Model(_asserts), rows()) == {"": "cat"}
@@ -137,6 +144,13 @@ def _asks_two_things(self, x):
     return self.linear(x)
 
 
+def _catches_a_check_of_torch(self, x):
+    try:
+        return torch.distributions.Normal(self.linear(x), x.exp(), validate_args=True).mean
+    except ValueError:
+        return x
+
+
 def _suppresses(self, x):
     made = self.linear(x / 2)
     with contextlib.suppress(ValueError):
@@ -178,7 +192,8 @@ def _keeps_the_largest(self, x):
     [
         _is_limited_by_the_rows, _is_limited_by_a_row, _turns_the_largest, _has_a_large_element, _keeps_the_largest,
         _raises_for_the_mean, _raises_if_all_are_large, _raises_far_from_the_others, _halves_if_large,
-        _keeps_the_answer, _catches, _suppresses, _compares_answers, _grows_with_the_rows, _asks_two_things,
+        _keeps_the_answer, _catches, _catches_a_check_of_torch, _suppresses, _compares_answers,
+        _grows_with_the_rows, _asks_two_things,
     ],
 )  # fmt: skip
 def test_questions_that_are_no_guards(by):

@@ -102,6 +102,13 @@ def spread(block, x):
     return x
 
 
+def buffer_made_anew(block, x):
+    if not hasattr(block, "centre"):
+        block.register_buffer("centre", torch.zeros(16))
+    block.centre = block.centre * 0.9 + x.detach().mean(0) * 0.1
+    return x
+
+
 def growing_list(block, x):
     block.rows.append(x.detach().sum(-1))
     return x
@@ -133,7 +140,9 @@ SET = r"{} in 0 is set by every forward, .*Return it from the forward"
     [
         (auxiliary_loss, "pipeline", TRAINING, SET.format("left")),
         (auxiliary_loss, "data-parallel", TRAINING, SET.format("left")),
+        (auxiliary_loss, "pipeline", autoshard.Workload(), SET.format("left")),
         (statistic, "pipeline", TRAINING, SET.format("left")),
+        (buffer_made_anew, "pipeline", TRAINING, "it makes 0.centre anew of what depends on the batch"),
         (growing_list, "data-parallel", TRAINING, SET.format(r"rows\.\d")),
         (state, "pipeline", TRAINING, "left in 0 is set by every forward"),
         (state, "data-parallel", TRAINING, "left in 0 is set by every forward"),

@@ -222,6 +222,32 @@ def test_no_other_plan_is_made_of_a_divided_model(how, devices):
         autoshard.plan(model, devices, inputs=sentences())
 
 
+class Tapped(nn.Module):
+    """A hook of a layer hands something to the forward by an attribute of the model, which is empty afterwards."""
+
+    def __init__(self, hook=None):
+        super().__init__()
+        self.layer, self.head, self.tapped = nn.Linear(6, 6), nn.Linear(6, 6), None
+        self.layer.register_forward_hook(hook or (lambda module, args, output: setattr(self, "tapped", output)))
+
+    def forward(self, x):
+        x = self.head(self.layer(x))
+        tapped, self.tapped = self.tapped, None
+        return x if tapped is None else x + tapped
+
+
+def test_functions_that_hold_modules_of_the_model_have_no_replicas(devices):
+    """The hook of a replica would set the attribute of the model itself; a copy would do so, too."""
+    model, x = Tapped(), torch.randn(8, 6)
+    expected = model(x)
+    with pytest.raises(PlanError, match="layer has a function in forward_hooks that refers to modules of the model"):
+        autoshard.plan(model, devices, inputs=x, strategy="data-parallel", objective="throughput")
+    plan = autoshard.plan(model, devices, inputs=x, strategy="pipeline", num_microbatches=2)
+    close(autoshard.apply(model, plan)(x), expected)
+    other = Tapped(lambda module, args, output: output.sin())
+    assert autoshard.plan(other, devices, inputs=x, strategy="data-parallel", objective="throughput").mesh.data > 1
+
+
 @pytest.mark.slow
 def test_replicas_of_what_torch_compile_returns(devices):
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(8, 6)
