@@ -25,6 +25,7 @@ Pins = dict[str, str | dict[str, str]]
 COLUMN, DATA, PIPELINE = "column-parallel", "data-parallel", "pipeline"
 COLUMN_ONLY, DIVISIONS, ALL = (COLUMN,), (DATA, PIPELINE), (COLUMN, DATA, PIPELINE)
 
+FEATURES = {DATA: "refused: up has a function in forward_hooks", PIPELINE: "refused: features.0 in the model itself"}
 PINNED: dict[str, Pins] = {
     "columns": {"QuantisedWeights": "whole", "FixedMask": "whole", "RegularisedInside": "whole",
                 "MoreDimensions": "late: its output is of shape [4, 8, 8], and the plan is for 2 dimensions"},
@@ -96,7 +97,7 @@ PINNED: dict[str, Pins] = {
         "MeanInThread": "refused: runs tensor operations",
         "CacheIsWritten": "refused: changes input cache in place",
         "ReportInWords": dict.fromkeys(DIVISIONS, "refused: decides what to do by values of all rows (max in"),
-        "FeaturesOfHook": {COLUMN: "whole", **dict.fromkeys(DIVISIONS, "refused: features.0 in the model itself")},
+        "FeaturesOfHook": {COLUMN: "whole", **FEATURES},
     },
 }  # fmt: skip
 
@@ -189,7 +190,7 @@ LEFT: Pins = {
     "ModuleDict": dict.fromkeys(DIVISIONS, "refused: keeps what mixes its rows (slice in the model itself"),
     "Pooled": "refused: another thread",
     "OtherThread": "refused: runs tensor operations",
-    "FeaturesOfHook": dict.fromkeys(DIVISIONS, "refused: features.0 in the model itself"),
+    "FeaturesOfHook": FEATURES,
 }
 
 
