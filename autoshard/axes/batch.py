@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoshard.axes.axis import Factor, describe, factors_of, resolve
-from autoshard.axes.walk import AxisWalk
+from autoshard.axes.batch_merges import CLASSES, LOSSES
+from autoshard.axes.batch_rules import FOR_REPLICAS
+from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import ModelGraph, name_of
 
 
@@ -50,8 +52,24 @@ def follow(walk: AxisWalk, value: int, dim: int) -> Rows | None:
     )
 
 
+def batch_dim(walk: AxisWalk) -> int:
+    """The dimension of the inputs that may be the batch: the second where something works along the first alone.
+
+    Recurrent and attention layers of torch take (time, batch, …) unless they are told otherwise.
+    """
+    if not any(rows.unshardable for rows in _rows(walk, 0)):
+        return 0
+    walk = walk_over(walk.graph, walk.graph.ops, FOR_REPLICAS)
+    ordered, second = any(rows.unshardable for rows in _rows(walk, 0)), _rows(walk, 1)
+    return int(ordered and bool(second) and not any(rows.unshardable or rows.parameter for rows in second))
+
+
+def _rows(walk: AxisWalk, dim: int) -> list[Rows]:
+    return [rows for value in walk.graph.inputs if (rows := follow(walk, value, dim))]
+
+
 def _is_loss(graph: ModelGraph, op: int) -> bool:
-    return name_of(graph.ops[op]).startswith(("cross_entropy_loss", "nll_loss"))
+    return name_of(graph.ops[op]) in LOSSES | CLASSES
 
 
 def _found(walk: AxisWalk, values: Sequence[int], factor: Factor) -> Iterator[tuple[int, int, str]]:

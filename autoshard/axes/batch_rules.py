@@ -66,32 +66,6 @@ def _index_put(walk: Context, x: Seen, indices: Sequence[Seen | None], source: S
     return [broadcast(walk, [x.axes, (*mask.axes, *[()] * more)], [x.shape, (*mask.shape, *[1] * more)])]
 
 
-def _recurrent(walk: Context, x: Seen, state: Any, parameters: Any, biases: bool, layers: int, dropout: float,
-               train: bool, both: bool, batch_first: bool) -> list[Sequence[Axis | None]] | None:  # fmt: skip
-    """(batch, time, …) or (time, batch, …), and states (layers, batch, …); packed sequences are not known."""
-    if not isinstance(batch_first, bool) or len(x.shape) != 3:
-        return None
-    batch, time = (0, 1) if batch_first else (1, 0)
-    for given in state if isinstance(state, (list, tuple)) else [state]:
-        walk.unify(x.axes[batch], given.axes[1])
-        walk.block([given.axes[0], given.axes[2]])
-    walk.block([x.axes[time], x.axes[2]], "one step follows another")
-    rows: list[Axis | None] = [None, None, None]
-    rows[batch] = x.axes[batch]
-    return [rows, *[(None, x.axes[batch], None)] * 2]
-
-
-def _cell(walk: Context, x: Seen, state: Any, *parameters: Any) -> list[Sequence[Axis | None]] | None:
-    """One step: (batch, numbers), and states alike."""
-    if len(x.shape) != 2:
-        return None
-    states = state if isinstance(state, (list, tuple)) else [state]
-    for given in states:
-        walk.unify(x.axes[0], given.axes[0])
-    walk.block([given.axes[1] for given in (x, *states)], "it is multiplied by a matrix")
-    return [(x.axes[0], None)] * len(walk.shapes)
-
-
 def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: int = 1, *args: Any,
           **kwargs: Any) -> list[Axes] | None:  # fmt: skip
     """One loss per target; classes are dimension 1, or the only one."""
@@ -108,8 +82,6 @@ TABLE: Mapping[Any, Rule] = {
     **{getattr(aten, name): _same for name in SAME},
     **{getattr(aten, name): _same if name.endswith("_") else _filled for name in FILLED},
     **{getattr(aten, name): _index_put for name in ("index_put", "index_put_", "_index_put_impl_")},
-    **{getattr(aten, name): _recurrent for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
-    **{getattr(aten, name): _cell for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")},
     **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
     aten.scaled_dot_product_attention: _attention,
     aten.diagonal: _diagonal,

@@ -298,3 +298,39 @@ def _from_patches(walk: Context, x: Seen, size: Sequence[int], kernel: Sequence[
     channels, places = reshape([x.axes[-2]], [x.shape[-2] // within, within], walk.why)
     walk.block([places, x.axes[-1]], "windows are added along it")
     return [(*x.axes[:-2], channels, None, None)]
+
+
+# ---- recurrent layers, whose matrices stay whole
+
+
+@rule("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent(walk: Context, x: Seen, state: Any, parameters: Any, biases: bool, layers: int, dropout: float,
+               train: bool, both: bool, batch_first: bool) -> list[Sequence[Axis | None]] | None:  # fmt: skip
+    """(batch, time, …) or (time, batch, …), and states (layers, batch, …); packed sequences are not known."""
+    if not isinstance(batch_first, bool) or len(x.shape) != 3:
+        return None
+    batch, time = (0, 1) if batch_first else (1, 0)
+    for given in state if isinstance(state, (list, tuple)) else [state]:
+        walk.unify(x.axes[batch], given.axes[1])
+        walk.block([given.axes[0], given.axes[2]])
+    walk.block([x.axes[time], x.axes[2], *_all_axes(parameters)], "one step follows another")
+    rows: list[Axis | None] = [None, None, None]
+    rows[batch] = x.axes[batch]
+    return [rows, *[(None, x.axes[batch], None)] * 2]
+
+
+@rule("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")
+def _cell(walk: Context, x: Seen, state: Any, *parameters: Any) -> list[Sequence[Axis | None]] | None:
+    """One step: (batch, numbers), and states alike."""
+    if len(x.shape) != 2:
+        return None
+    states = state if isinstance(state, (list, tuple)) else [state]
+    for given in states:
+        walk.unify(x.axes[0], given.axes[0])
+    matrices = _all_axes([item for item in parameters if isinstance(item, Seen)])
+    walk.block([*(given.axes[1] for given in (x, *states)), *matrices], "it is multiplied by a matrix")
+    return [(x.axes[0], None)] * len(walk.shapes)
+
+
+def _all_axes(seen: Iterable[Seen]) -> list[Axis]:
+    return [axis for one in seen for axis in one.axes]

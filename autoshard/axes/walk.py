@@ -149,9 +149,9 @@ class AxisWalk:
         self._values = None
 
 
-def walk_over(graph: ModelGraph, ops: Iterable[Op]) -> AxisWalk:
+def walk_over(graph: ModelGraph, ops: Iterable[Op], table: Mapping[Any, rules.Rule] = RULES) -> AxisWalk:
     """Give axes to every value that some ops read or make."""
-    walk = AxisWalk(graph)
+    walk = AxisWalk(graph, table=table)
     for op in ops:
         walk.run(op)
     walk.resolve_all()

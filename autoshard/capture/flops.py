@@ -68,6 +68,17 @@ def _recurrent(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int
     return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in args[:2])
 
 
+def _recurrent_layers(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
+    """Every row meets every matrix; weights are the last list among the arguments."""
+    weights = [arg for arg in args if isinstance(arg, (list, tuple))][-1]
+    return _cell(x, None, *weights, out_val=out_val)
+
+
+def _cell(x: torch.Tensor, state: Any, *weights: Any, out_val: Any, **options: Any) -> int:
+    matrices = [item for item in weights if isinstance(item, torch.Tensor) and item.dim() == 2]
+    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in matrices)
+
+
 def _encoder(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
     """A whole encoder layer or attention: every row meets every matrix, and every other row twice."""
     if x.is_nested:
@@ -81,6 +92,8 @@ COMPOSITE_FLOPS: dict[Any, Callable[..., int]] = {
     aten.matmul: _matmul,
     aten.einsum: _einsum,
     aten.scaled_dot_product_attention: _attention,
+    **dict.fromkeys((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu), _recurrent_layers),
+    **dict.fromkeys((aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell), _cell),
     **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), _convolution),
     **dict.fromkeys((aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d), _transposed),
 }

@@ -68,16 +68,16 @@ def find_batch_axis(
     raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused}.{advice}")
 
 
-def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: AxisWalk) -> None:
+def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: AxisWalk, dim: int = 0) -> None:
     """Follow the samples of the batch through every op, for replicas, without comparing numbers.
 
-    Raises `PlanError` as above.
+    Raises `PlanError` as above. `dim`: the dimension of the inputs that is the batch.
 
     `walk`: over a forward with as many samples, which may be longer: where the batch may be is taken from it.
     """
     with own_random_numbers():
         question = replace(_question(model, inputs, workload, walk.graph, walk), for_replicas=True)
-        for batch in _guesses(question):
+        for batch in _guesses(question, dim):
             try:
                 check_apart(question, batch)
                 return
@@ -151,18 +151,21 @@ def _packed(question: Question, batch: BatchAxis) -> str:
     return f". No dimension of {listed} is the batch: its rows may be packed one after the other" if found else ""
 
 
-def _guesses(question: Question) -> Iterator[BatchAxis]:
-    """What the batch may be, the likeliest first: a size that inputs have in their first dimension, or their second."""
+def _guesses(question: Question, known: int | None = None) -> Iterator[BatchAxis]:
+    """What the batch may be, the likeliest first: a size that inputs have in their first dimension, or their second.
+
+    `known`: which dimension it is, if that was found.
+    """
     graph, walk = question.graph, question.walk
     given = [tensor for _, tensor in nested.tensors_in(question.given)]
     wanted = question.workload.batch_size
     ordered = False  # whether something works along the first dimensions
-    for dim in (0, 1):
+    for dim in (0, 1) if known is None else (known,):
         sizes = Counter(tensor.shape[dim] for tensor in given if tensor.dim() > dim)
         for size in sorted(filter(None, sizes), key=lambda size: (size != wanted, -sizes[size])):
             same = [place for place, tensor in enumerate(given) if tensor.dim() > dim and tensor.shape[dim] == size]
             rows = next((found for p in same if (found := follow(walk, graph.inputs[p], dim))), None)
-            if dim == 0:
+            if dim == 0 or known is not None:
                 ordered |= rows is not None and rows.unshardable
             elif size != wanted and not (
                 ordered and rows and not rows.unshardable and not rows.parameter and rows.outputs

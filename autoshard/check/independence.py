@@ -344,7 +344,7 @@ class SampleRun:
     def _mixed(self, value: int, what: str) -> Mixed:
         cause = self.walk.cause.get(value, -1)
         op = self.graph.ops[cause] if cause >= 0 else None
-        if op is not None and rule_of(op.target) is None:
+        if op is not None and rule_of(op.target, TABLE) is None:
             what = f"may mix its rows: no rule says what {name_of(op)} does with them"
         return self.refuse(op, what)
 

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autoshard.cli.console import step
@@ -29,11 +30,16 @@ def devices_of(spec: str, limits: dict[str, str]) -> "Cluster":
 
 
 def load(target: str, workload: Workload, *, with_weights: bool = False) -> "Target":
-    """Build what TARGET names."""
+    """Build what TARGET names; example inputs of another batch are repeated, or cut."""
     from autoshard.cli.target import load_target
+    from autoshard.search.asked import in_size
 
     with step("building the model" if with_weights else "building the model without its weights"):
-        return load_target(target, workload, with_weights=with_weights)
+        loaded = load_target(target, workload, with_weights=with_weights)
+    if loaded.inputs is None:
+        return loaded
+    with capturing(loaded):
+        return replace(loaded, inputs=in_size(loaded.model, loaded.inputs, workload))
 
 
 def load_to_run(target: str, workload: Workload) -> "Target":

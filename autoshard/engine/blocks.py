@@ -184,13 +184,14 @@ class ModelWork:
         return sum(block.count * block.trainable - block.shared for block in self.blocks)
 
 
-def model_work(walk: AxisWalk, samples: int, tokens: int, *, causal: bool = True) -> ModelWork:
+def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0, causal: bool = True) -> ModelWork:
     """Fold a run that was captured with `composite=True` and at least two samples into blocks.
 
     Raises `PlanError` where no input has a dimension for the batch.
     """
     graph = walk.graph
-    majors = (axes[0][:1] for value in graph.inputs if (axes := walk.axes.get(value)))
+    inputs = (axes for value in graph.inputs if len(axes := walk.axes.get(value, ())) > batch_dim)
+    majors = (axes[batch_dim][:1] for axes in inputs)
     rows = next((set(factors_of(major)) for major in majors if major and size_of(major) == samples), None)
     if rows is None:
         raise PlanError(

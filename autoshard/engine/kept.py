@@ -1,6 +1,7 @@
 """What autograd keeps of a layer for its backward, and what a compiler makes again instead."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from autoshard.engine.blocks import Block, OpWork, TensorPart
 
@@ -11,6 +12,10 @@ KEEPS_INPUTS = (
     "bmm", "baddbmm", "linear", "addmm", "mm", "einsum", "conv", "square", "_grouped_mm", "grouped_mm",
 )  # fmt: skip
 KEEPS_OUTPUTS = ("softmax", "_softmax", "sigmoid", "tanh", "exp", "rsqrt", "sqrt", "log_softmax", "_log_softmax")
+KEEPS_STEPS = {"lstm": 6, "gru": 5, "rnn_tanh": 1, "rnn_relu": 1}
+"""Numbers per number of the result that each recurrent layer of an op keeps: gates, and states of all steps."""
+LAYER_WEIGHTS = 4
+"""Two matrices and two biases. Of layers that go both ways twice as much is assumed as they keep."""
 
 
 def kept_parts(block: Block, *, fused: bool) -> dict[int, TensorPart]:
@@ -47,6 +52,10 @@ def _read_by_derivative(op: OpWork) -> Iterator[TensorPart]:
         yield from (*op.inputs, *op.outputs)
     elif op.kind == "loss":
         yield from op.inputs
+    elif op.name in KEEPS_STEPS:
+        yield from op.inputs
+        made, layers = op.outputs[0], max(1, sum(part.weight for part in op.inputs) // LAYER_WEIGHTS)
+        yield replace(made, numel=made.numel * (1 + KEEPS_STEPS[op.name] * layers))
     elif op.name == "mul":
         for part, other in zip(op.inputs, reversed(op.inputs), strict=True):
             if other.batch or other.weight:

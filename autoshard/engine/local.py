@@ -161,8 +161,9 @@ def cache_elements(block: Block) -> float:
 
 def _sums(block: Block) -> Sums:
     made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
-    columns = column_inputs(block)
     kept, kept_fused = kept_parts(block, fused=False), kept_parts(block, fused=True)
+    gathered = column_inputs(block)  # not where a product reads a small part of what is kept
+    columns = {key: part for key, part in gathered.items() if key not in kept or kept[key].numel <= part.numel}
     losses = [max(op.inputs, key=lambda part: part.numel) for op in block.ops if op.kind == "loss"]
     logits = max((part.numel for part in losses), default=0)
     made = [part for op in block.ops if not op.free for part in op.outputs if part.batch and part.numel != logits]

@@ -202,7 +202,7 @@ def in_size(model: nn.Module, inputs: Any, workload: Workload | None) -> Any:
         return inputs
     if workload.batch_size is None and workload.sequence_length is None:
         return inputs
-    from autoshard.search.traced import arguments, repeated, sizes_of
+    from autoshard.search.traced import arguments, found_batch_dim, repeated, sizes_of
 
     given = arguments(model, inputs, workload)[0]
     shapes = [tuple(tensor.shape) for _, tensor in tensors_in(given)]
@@ -214,8 +214,9 @@ def in_size(model: nn.Module, inputs: Any, workload: Workload | None) -> Any:
         )
     if batch is None or any(batch in shape[:2] for shape in shapes):
         return inputs
-    rows, _ = sizes_of(given, workload)
-    return repeated(given, rows, batch, least_dims=2 if rows == 1 else 1)
+    dim = found_batch_dim(model, inputs, workload)
+    rows, _ = sizes_of(given, workload, dim)
+    return repeated(given, rows, batch, least_dims=2 if rows == 1 or dim else 1, dim=dim)
 
 
 def is_device_map(value: Any) -> TypeGuard[Mapping[str, Any]]:

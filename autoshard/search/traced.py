@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.axes.batch import batch_dim
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.capture import calls_of, capture
 from autoshard.capture.graph import ModelGraph
@@ -30,6 +31,7 @@ class Traced:
         workload: as asked, with the sequence length that was traced and the batch of all replicas.
         samples: of the batch, of all replicas together.
         derived: the inputs were made from the model's configuration.
+        batch_dim: the dimension of the inputs that is the batch.
     """
 
     model: nn.Module
@@ -40,6 +42,7 @@ class Traced:
     work: ModelWork
     samples: int
     derived: bool = False
+    batch_dim: int = 0
 
 
 def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
@@ -47,14 +50,15 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     few = workload if inputs is not None else replace(workload, batch_size=TRACED_SAMPLES)
     calls = arguments(model, inputs, few)
     given, graph = _recorded(model, calls, few, derived=inputs is None)
-    traced, tokens = sizes_of(given, workload)
     walk = walk_over(graph, graph.ops)
-    work = model_work(walk, traced, tokens)
-    samples = workload.batch_size or (1 if inputs is None else sizes_of(calls[0], workload)[0])
+    dim = batch_dim(walk)
+    traced, tokens = sizes_of(given, workload, dim)
+    work = model_work(walk, traced, tokens, batch_dim=dim)
+    samples = workload.batch_size or (1 if inputs is None else sizes_of(calls[0], workload, dim)[0])
     asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
     return Traced(
         model=model, inputs=given, workload=asked, graph=graph, walk=walk, work=work, samples=samples,
-        derived=inputs is None,
+        derived=inputs is None, batch_dim=dim,
     )  # fmt: skip
 
 
@@ -82,19 +86,25 @@ def _likeliest(calls: list[Any], workload: Workload, *, derived: bool) -> list[A
     return [*(repeated(given, 1, TRACED_SAMPLES, least_dims=dims) for dims in (1, 2)), given]
 
 
+def found_batch_dim(model: nn.Module, inputs: Any, workload: Workload) -> int:
+    """The dimension of inputs that is the batch, found by recording one forward."""
+    _, graph = _recorded(model, arguments(model, inputs, workload), workload, derived=False)
+    return batch_dim(walk_over(graph, graph.ops))
+
+
 def arguments(model: nn.Module, inputs: Any, workload: Workload) -> list[Any]:
     """The arguments of calls that the model may take, each as a tuple or a dict."""
     return [kwargs or args for args, kwargs in calls_of(model, inputs, workload)]
 
 
-def repeated(given: Any, have: int, samples: int, *, least_dims: int) -> Any:
+def repeated(given: Any, have: int, samples: int, *, least_dims: int, dim: int = 0) -> Any:
     """The same arguments with so many samples instead of those they have, in tensors with enough dimensions."""
     made: dict[int, torch.Tensor] = {}
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() < least_dims or tensor.shape[0] != have:
+        if tensor.dim() < least_dims or tensor.shape[dim] != have:
             return tensor
-        whole = torch.cat([tensor] * -(-samples // have))[:samples].clone()
+        whole = torch.cat([tensor] * -(-samples // have), dim).narrow(dim, 0, samples).clone()
         return made.setdefault(id(tensor), whole)  # `labels=ids` are one tensor before and after
 
     return map_tensors(given, change)
@@ -110,16 +120,19 @@ def _shorter(traced: Traced, workload: Workload) -> Any:
     return traced.inputs
 
 
-def sizes_of(given: Any, workload: Workload) -> tuple[int, int]:
-    """Samples and tokens of the inputs that were traced: those of the integers of two dimensions, else of the first."""
+def sizes_of(given: Any, workload: Workload, dim: int = 0) -> tuple[int, int]:
+    """Samples and tokens of the inputs that were traced: those of the integers of two dimensions, else of the first.
+
+    `dim`: the dimension of the samples, 0 or 1.
+    """
     tensors = [one for one in (given.values() if isinstance(given, dict) else given) if isinstance(one, torch.Tensor)]
     ids = next((one for one in tensors if one.dim() == 2 and not one.is_floating_point()), None)
     if ids is not None:
-        return ids.shape[0], ids.shape[1]
-    first = next((one for one in tensors if one.dim()), None)
+        return ids.shape[dim], ids.shape[1 - dim]
+    first = next((one for one in tensors if one.dim() > dim), None)
     if first is None:
         raise PlanError("no input is a tensor with a dimension for the batch.")
-    return first.shape[0], workload.sequence_length or 1
+    return first.shape[dim], workload.sequence_length or 1
 
 
 def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> str:
@@ -136,7 +149,7 @@ def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> s
     reason = ""
     for inputs in tried:  # some models take one length alone
         try:
-            check_rows_apart(traced.model, inputs, workload, traced.walk)
+            check_rows_apart(traced.model, inputs, workload, traced.walk, traced.batch_dim)
         except AutoshardError as error:
             reason = str(error)
         else:

@@ -362,3 +362,21 @@ POOLS = [
     ("ab..->a(b.).", lambda x: F.unfold(x, 2), (2, 3, 4, 4)),
     ("a(b.).->ab..", lambda x: F.fold(x, (4, 4), 2), (2, 12, 9)),
 ]
+of_lstm, of_gru, of_rnn = ([torch.randn(gates, size, dtype=torch.float64) for size in (2, 4)] for gates in (16, 12, 4))
+RECURRENT = [
+    ("a..,1a.,1a.->a..,1a.,1a.", lambda x, *state: aten.lstm(x, state, of_lstm, False, 1, 0.0, False, False, True),
+     (3, 5, 2), (1, 3, 4), (1, 3, 4)),
+    (".a.,1a.->.a.,1a.", lambda x, h: aten.gru(x, h, of_gru, False, 1, 0.0, False, False, False), (5, 3, 2), (1, 3, 4)),
+    (".a.,1a.->.a.,1a.", lambda x, h: aten.rnn_tanh(x, h, of_rnn, False, 1, 0.0, False, False, False),
+     (5, 3, 2), (1, 3, 4)),
+    ("a..,1a.->a..,1a.", lambda x, h: aten.rnn_relu(x, h, of_rnn, False, 1, 0.0, False, False, True),
+     (3, 5, 2), (1, 3, 4)),
+    ("a.,a.,a.->a.,a.", lambda x, *state: aten.lstm_cell(x, state, *of_lstm), (3, 2), (3, 4), (3, 4)),
+    ("a.,a.->a.", lambda x, h: aten.gru_cell(x, h, *of_gru), (3, 2), (3, 4)),
+    ("a.,a.->a.", lambda x, h: aten.rnn_tanh_cell(x, h, *of_rnn), (3, 2), (3, 4)),
+    ("a.,a.->a.", lambda x, h: aten.rnn_relu_cell(x, h, *of_rnn), (3, 2), (3, 4)),
+    (".a.,1a.,..,..->.a.,1a.", lambda x, h, *w: aten.gru(x, h, w, False, 1, 0.0, False, False, False),
+     (5, 3, 2), (1, 3, 4), (12, 2), (12, 4)),
+    ("a.,a.,..,..->a.", lambda x, h, *w: aten.gru_cell(x, h, *w), (3, 2), (3, 4), (12, 2), (12, 4)),
+]  # fmt: skip
+"""Layers and cells whose matrices stay whole, whoever reads them."""

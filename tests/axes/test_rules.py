@@ -44,9 +44,6 @@ def test_what_a_rule_says_is_true(claim, function, inputs):
     made.check()
 
 
-LSTM, GRU = ([torch.randn(gates, size, dtype=torch.float64) for size in (2, 4)] for gates in (16, 12))
-
-
 @pytest.mark.parametrize(
     "claim, function, shapes",
     [
@@ -56,15 +53,6 @@ LSTM, GRU = ([torch.randn(gates, size, dtype=torch.float64) for size in (2, 4)] 
         ("a.->a1", lambda x: (1e6 * x).softmax(-1).multinomial(1), [(3, 4)]),
         ("a.b,ab->ab", lambda x, y: aten.nll_loss_nd(x, (y > 0).long(), None, 0, -100), [(3, 4, 5), (3, 5)]),
         ("a.,a->a", lambda x, y: aten.cross_entropy_loss(x, (y > 0).long(), None, 0, -100, 0.0), [(3, 4), (3,)]),
-        (
-            "a..,1a.,1a.->a..,1a.,1a.",
-            lambda x, *state: aten.lstm(x, state, LSTM, False, 1, 0.0, False, False, True),
-            [(3, 5, 2), (1, 3, 4), (1, 3, 4)],
-        ),
-        (".a.,1a.->.a.,1a.", lambda x, h: aten.gru(x, h, GRU, False, 1, 0.0, False, False, False),
-         [(5, 3, 2), (1, 3, 4)]),
-        ("a.,a.,a.->a.,a.", lambda x, *state: aten.lstm_cell(x, state, *LSTM), [(3, 2), (3, 4), (3, 4)]),
-        ("a.,a.->a.", lambda x, h: aten.gru_cell(x, h, *GRU), [(3, 2), (3, 4)]),
     ],
 )  # fmt: skip
 def test_what_the_rules_for_the_batch_say_is_true(claim, function, shapes):

@@ -184,9 +184,7 @@ def test_a_wrong_axis_is_found():
 
 def test_what_can_not_be_followed_says_so():
     _, found, _ = analysed(nn.GRUCell(24, 24), X[0])
-    assert {row.reason for row in found.unshardable} == {
-        "gru_cell in the model itself: how it could be cut is not known"
-    }
+    assert {row.reason for row in found.unshardable} == {"gru_cell in the model itself: it is multiplied by a matrix"}
 
 
 class GivesWeight(Stack):

@@ -1,5 +1,7 @@
 """Losses that are a replica's own, as code for many GPUs has them, but are not put together of those of parts."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.nn import functional as F
 from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
 from autoshard.plan.workload import Workload
+from autoshard.search.asked import in_size
 from autoshard.search.traced import trace, why_undivided
 
 CLASSES, SAMPLES, TOKENS = 6, 4, 5
@@ -83,3 +86,29 @@ def test_losses_that_are_put_together(name):
 @pytest.mark.parametrize("name", MIXED)
 def test_samples_that_are_mixed(name):
     assert all("can't be divided" in why for why in reasons(MIXED[name]))
+
+
+class TimeFirst(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(CLASSES, 8), layer, nn.Linear(8, CLASSES)
+
+    def forward(self, ids, labels):
+        made = self.layer(self.embed(ids))
+        return entropy(self.head(made[0] if isinstance(made, tuple) else made), labels)
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(8, 8, 2), nn.TransformerEncoderLayer(8, 2, 16)])
+def test_samples_may_be_in_the_second_dimension(layer):
+    """As torch's layers have them, unless they are told otherwise."""
+    ids = torch.randint(0, CLASSES, (TOKENS, SAMPLES))
+    traced = trace(TimeFirst(layer), {"ids": ids, "labels": ids.clone()}, replace(WORK, batch_size=4 * SAMPLES))
+    assert (traced.batch_dim, traced.samples, traced.work.tokens) == (1, 4 * SAMPLES, TOKENS)
+    assert not why_undivided(traced)
+    mixed = TimeFirst(nn.Sequential(nn.Flatten(0, 1), nn.BatchNorm1d(8), nn.Unflatten(0, (TOKENS, SAMPLES)), layer))
+    assert "can't be divided" in why_undivided(trace(mixed, {"ids": ids, "labels": ids.clone()}, WORK))
+
+
+def test_inputs_of_another_batch_are_repeated_where_samples_are():
+    x, net = torch.randn(5, 3, 8), nn.LSTM(8, 8)
+    assert in_size(net, x, Workload(batch_size=7))[0].shape == (5, 7, 8)
