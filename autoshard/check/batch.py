@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.batch import Rows, follow
+from autoshard.axes.batch import Rows, batch_dim, follow
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.capture import Call, calls_of, capture
 from autoshard.capture.changed import changed_inputs
@@ -159,18 +159,14 @@ def _guesses(question: Question, known: int | None = None) -> Iterator[BatchAxis
     graph, walk = question.graph, question.walk
     given = [tensor for _, tensor in nested.tensors_in(question.given)]
     wanted = question.workload.batch_size
-    ordered = False  # whether something works along the first dimensions
-    for dim in (0, 1) if known is None else (known,):
+    likeliest = batch_dim(walk) if known is None else known
+    for dim in (likeliest, 1 - likeliest) if known is None else (known,):
         sizes = Counter(tensor.shape[dim] for tensor in given if tensor.dim() > dim)
         for size in sorted(filter(None, sizes), key=lambda size: (size != wanted, -sizes[size])):
+            if dim > likeliest and size != wanted:
+                continue
             same = [place for place, tensor in enumerate(given) if tensor.dim() > dim and tensor.shape[dim] == size]
             rows = next((found for p in same if (found := follow(walk, graph.inputs[p], dim))), None)
-            if dim == 0 or known is not None:
-                ordered |= rows is not None and rows.unshardable
-            elif size != wanted and not (
-                ordered and rows and not rows.unshardable and not rows.parameter and rows.outputs
-            ):
-                continue
             linked = {place: (d, axis) for place, d, axis in rows.inputs} if rows else {}
             alone = {place: (dim, f"*{size}") for place in same if place not in linked}
             yield _guess(question, size, {**linked, **alone}, rows)

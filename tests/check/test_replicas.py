@@ -112,3 +112,9 @@ def test_samples_may_be_in_the_second_dimension(layer):
 def test_inputs_of_another_batch_are_repeated_where_samples_are():
     x, net = torch.randn(5, 3, 8), nn.LSTM(8, 8)
     assert in_size(net, x, Workload(batch_size=7))[0].shape == (5, 7, 8)
+
+
+def test_one_process_divides_the_second_dimension_of_a_loss():
+    ids = torch.randint(0, CLASSES, (TOKENS, SAMPLES))
+    found = find_batch_axis(TimeFirst(nn.LSTM(8, 8)), {"ids": ids, "labels": ids.clone()}, WORK)
+    assert found.size == SAMPLES and {item.dim for item in found.inputs} == {1}

@@ -365,7 +365,7 @@ def _table(x):
 def ratio(mask):
     def by(self, x):
         kept = mask(self, x)
-        return (self.linear(x).square().mean(-1) * kept).sum() / kept.sum()
+        return (self.linear(x).square().mean(-1).cumsum(1) * kept).sum() / kept.sum()
 
     return by
 
