@@ -120,7 +120,7 @@ class Event:
 
     device: str
     kind: str
-    begin_seconds: float
+    begin_seconds: float = 0.0
     end_seconds: float
     stage: int = -1
     microbatch: int = -1
@@ -128,9 +128,21 @@ class Event:
     nbytes: int = 0
     label: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """How long it takes."""
+        return self.end_seconds - self.begin_seconds
+
     def starting(self, begin: float) -> "Event":
-        """The same of an event that has not begun: of one from 0 on, moved to its time."""
-        return replace(self, begin_seconds=begin, end_seconds=begin + self.end_seconds)
+        """The same at another time."""
+        return replace(self, begin_seconds=begin, end_seconds=begin + self.seconds)
+
+
+def waiting(device: str, seconds: float) -> Event:
+    """A device that waits, as one thread launches the ops of all."""
+    return Event(
+        device=device, kind="launch", end_seconds=seconds, label="one thread launches the ops of all devices"
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,7 @@ from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.module_paths import above
 from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
-from autoshard.engine.estimate import Event
-from autoshard.engine.lanes import Lanes, copied, timed
+from autoshard.engine.estimate import Event, Transfer, waiting
 from autoshard.engine.links import Collective
 from autoshard.engine.offloaded import (
     PASSES,
@@ -34,10 +33,10 @@ from autoshard.engine.offloaded import (
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.placed import check_devices, moved_copies
 from autoshard.engine.pricer import check_mesh, in_one_piece
-from autoshard.engine.programs import play
+from autoshard.engine.programs import Task, play
 from autoshard.engine.replicas import run_replicas
 from autoshard.engine.timing import op_seconds, optimizer_seconds
-from autoshard.flow import Flow, flow
+from autoshard.flow import Copy, Flow, flow
 from autoshard.plan import Plan
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.profile import Profile
@@ -100,8 +99,10 @@ def _in_turns(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
         if task.stream != "compute" and there > begin and came < end:
             module = modules[calls[int(task.name)][2]]
             nbytes = sum(graph.storages[storage].nbytes for storage in module.storages)
-            event = timed(module.device, "fetch", 0.0, source=module.store, nbytes=nbytes, label=module.path)
-            found.append(replace(event, begin_seconds=max(came, begin) - begin, end_seconds=min(there, end) - begin))
+            found.append(Event(
+                device=module.device, kind="fetch", begin_seconds=max(came, begin) - begin,
+                end_seconds=min(there, end) - begin, source=module.store, nbytes=nbytes, label=module.path,
+            ))  # fmt: skip
     return found
 
 
@@ -139,7 +140,9 @@ def runs(
     for op in sorted({*busy.tolist(), *(op for op in breaks if op < len(graph.ops))}):
         row = graph.ops[op]
         device = devices[placed[op]] if placed[op] >= 0 else ""
-        event = timed(device, kind_of(row, graph), float(seconds[op]), label=graph.calls[row.call].path)
+        event = Event(
+            device=device, kind=kind_of(row, graph), end_seconds=float(seconds[op]), label=graph.calls[row.call].path
+        )  # fmt: skip
         begin, before = found[-1] if found else (0, event)
         if found and op not in breaks and replace(before, end_seconds=event.end_seconds) == event:
             found[-1] = begin, replace(before, end_seconds=before.end_seconds + event.end_seconds)
@@ -163,7 +166,7 @@ def optimizer_events(profile: Profile, cluster: Cluster, moves: Flow) -> list[Ev
         if moves.tensor_device[name] in own:
             own[moves.tensor_device[name]] += nbytes
     steps = ((name, optimizer_seconds(own[name], profile.workload, cluster.device(name))) for name in own)
-    return [timed(name, "optimizer", seconds) for name, seconds in steps if seconds]
+    return [Event(device=name, kind="optimizer", end_seconds=seconds) for name, seconds in steps if seconds]
 
 
 # ---- devices that work at the same time: ranks of a plan with cuts, replicas
@@ -188,7 +191,7 @@ def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
         for begin, event in runs(local, cluster, moves.devices, moves.op_device, bounds):
             parts[name][bisect_right(bounds, begin)] += [event] if event.end_seconds else []
         parts[name][-1] += optimizer_events(local, cluster, moves)
-    lanes = Lanes()
+    lanes = _Lanes()
     for number in range(len(bounds) + 1):
         for name in names:
             for event in parts[name][number]:
@@ -197,8 +200,13 @@ def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
             seconds, kind = collective.seconds(cluster, names), "all-gather" if collective.gathers else "all-reduce"
             before = lanes.ends()
             for name in names:
-                lanes.add(timed(name, kind, seconds, nbytes=collective.nbytes, label=collective.block), before)
-    return list(lanes.played())
+                lanes.add(
+                    Event(
+                        device=name, kind=kind, end_seconds=seconds, nbytes=collective.nbytes, label=collective.block
+                    ),
+                    before,
+                )  # fmt: skip
+    return lanes.played()
 
 
 def _backward_end(graph: ModelGraph, collective: Collective) -> int:
@@ -213,14 +221,31 @@ def _backward_end(graph: ModelGraph, collective: Collective) -> int:
 
 
 def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
-    """Replicas side by side: forward and backward share what a device computes as they do on one device."""
-    run = run_replicas(plan, profile, cluster)
-    computing = {}
+    """Parts of the batch go out, every replica computes, gradients are summed, results come back.
+
+    Forward and backward share what a device computes as they do on one device.
+    """
+    run, lanes = run_replicas(plan, profile, cluster), _Lanes()
+    first, names = run.replicas[0].name, [replica.name for replica in run.replicas]
+    for one in run.transfers:
+        if one.destination != first:
+            lanes.add(copied(one, one.seconds), stream="copies")
+    begin = lanes.ends()
     for replica in run.replicas:
         totals = _kinds(profile, cluster, replica.name)
         scale = replica.compute_seconds / (sum(totals.values()) or 1.0)
-        computing[replica.name] = {kind: seconds * scale for kind, seconds in totals.items()}
-    return list(run.lanes(computing).played())
+        for kind, seconds in totals.items():
+            lanes.add(Event(device=replica.name, kind=kind, end_seconds=seconds * scale), begin)
+        if run.launch_seconds > replica.compute_seconds:
+            lanes.add(waiting(replica.name, run.launch_seconds - replica.compute_seconds), begin)
+    computed = lanes.ends()
+    for name in names if run.sum_seconds else ():
+        lanes.add(Event(device=name, kind="all-reduce", end_seconds=run.sum_seconds), computed)
+    summed = lanes.ends()
+    for one in run.transfers:
+        if one.destination == first:
+            lanes.add(copied(one, one.seconds), summed, stream="copies")
+    return lanes.played()
 
 
 def _kinds(profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
@@ -233,3 +258,35 @@ def _kinds(profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
     trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
     step = optimizer_seconds(trained, profile.workload, device)
     return totals | ({"optimizer": step} if step else {})
+
+
+class _Lanes:
+    """A program of events on the devices of a plan, each device a stream of its own."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Task] = []
+        self.drawn: list[Event] = []
+        self.last: dict[str, int] = {}
+
+    def add(self, event: Event, after: Sequence[int] = (), stream: str = "") -> None:
+        """Add what happens on the event's device, or on another stream, once some tasks have ended."""
+        stream = stream or event.device
+        self.last[stream] = len(self.tasks)
+        self.tasks.append(Task(name="", stream=stream, seconds=event.seconds, after=tuple(after)))
+        self.drawn.append(event)
+
+    def ends(self) -> tuple[int, ...]:
+        """The last task of every stream."""
+        return tuple(self.last.values())
+
+    def played(self) -> list[Event]:
+        """The events at their times."""
+        return list(map(Event.starting, self.drawn, play(self.tasks).begins))
+
+
+def copied(one: Copy | Transfer, seconds: float) -> Event:
+    """A copy that has not begun."""
+    label = f"{one.producer or '(model)'} -> {one.consumer or '(model)'}"
+    return Event(
+        device=one.destination, kind="transfer", end_seconds=seconds, source=one.source, nbytes=one.nbytes, label=label
+    )  # fmt: skip

@@ -15,8 +15,16 @@ import numpy as np
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
-from autoshard.engine.estimate import DeviceEstimate, Estimate, Event, Pipelining, StageEstimate, Transfer, gap_above
-from autoshard.engine.lanes import timed, waiting
+from autoshard.engine.estimate import (
+    DeviceEstimate,
+    Estimate,
+    Event,
+    Pipelining,
+    StageEstimate,
+    Transfer,
+    gap_above,
+    waiting,
+)  # fmt: skip
 from autoshard.engine.placed import lower_bound, moved_copies, of_every_device, transfer_of
 from autoshard.engine.stage_memory import StageBytes, recomputed, segments_of, stage_bytes, step_bytes
 from autoshard.engine.timing import op_seconds, optimizer_seconds
@@ -26,7 +34,7 @@ from autoshard.plan import Plan
 from autoshard.profile.measure import trained_sizes
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
-from autoshard.schedules.orders import make_order
+from autoshard.schedules.orders import PipeAction, make_order
 from autoshard.schedules.simulate import Simulated, Times, simulate
 
 
@@ -126,7 +134,7 @@ def estimate_stages(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
         rows[name] = _device_estimate(run, rank, device, count, profile, step)
         end = max((ran.end for ran in run.simulated.ran if ran.device == rank), default=0.0)
         if step:
-            events.append(timed(name, "optimizer", step).starting(end))
+            events.append(Event(device=name, kind="optimizer", begin_seconds=end, end_seconds=end + step))
         if launch > end + step:
             events.append(waiting(name, launch - end - step).starting(end + step))
     latency = max((event.end_seconds for event in events), default=0.0)
@@ -187,21 +195,22 @@ def _device_estimate(
 def _events(run: PipelinePass) -> list[Event]:
     """Actions and copies by the clock. Where a stage is computed again, that comes first in its backward."""
     found = []
+
+    def add(action: PipeAction, name: str, kind: str, begin: float, end: float, source: str = "", n: int = 0) -> None:
+        found.append(Event(
+            device=name, kind=kind, begin_seconds=begin, end_seconds=end, stage=action.stage,
+            microbatch=action.microbatch, source=source, nbytes=n,
+        ))  # fmt: skip
+
     for ran in run.simulated.ran:
-        stage, begin = run.stages[ran.action.stage], ran.begin
-        place = {"stage": ran.action.stage, "microbatch": ran.action.microbatch}
-        backward = ran.action.kind == "B"
+        stage, begin, backward = run.stages[ran.action.stage], ran.begin, ran.action.kind == "B"
         if stage.recompute and backward:
-            found.append(timed(stage.device, "recompute", stage.forward_seconds, **place).starting(begin))
             begin = min(ran.end, begin + stage.forward_seconds)
-        found.append(
-            timed(stage.device, "backward" if backward else "forward", ran.end - begin, **place).starting(begin)
-        )
+            add(ran.action, stage.device, "recompute", ran.begin, begin)
+        add(ran.action, stage.device, "backward" if backward else "forward", begin, ran.end)
     for sent in run.simulated.sent:
         backward = sent.action.kind == "B"
         nbytes = sum(one.nbytes for one in run.copies.get((sent.action.stage - backward, backward), ()))
-        place = {"stage": sent.action.stage, "microbatch": sent.action.microbatch}
         source, name = run.stages[sent.source].device, run.stages[sent.destination].device
-        event = timed(name, "transfer", sent.end - sent.begin, source=source, nbytes=nbytes, **place)
-        found.append(event.starting(sent.begin))
+        add(sent.action, name, "transfer", sent.begin, sent.end, source, nbytes)
     return found

@@ -8,6 +8,7 @@ is a few percent off the play: the play is stretched to the price, and `PlayedPl
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autoshard.engine.estimate import Event
 from autoshard.engine.generation import prompt_parts, token_parts
 from autoshard.engine.memory import RecipeEstimate, Stage
 from autoshard.engine.price import (
@@ -25,67 +26,51 @@ from autoshard.schedules.orders import make_order
 from autoshard.schedules.simulate import Times, simulate
 
 MOST_LAYERED = 8
-"""Micro-batches of which every layer is played; of more, each pass is one span."""
-MOST_SPANS = 4000
-"""Of an answer: tokens after so many are one span."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """What a pipeline rank does for a while.
-
-    `kind`: "forward", "backward", "weight", "decode", "optimizer", "exchange" (collectives that kernels wait for), and
-    on the stream of collectives "gather" (of parameters) and "reduce" (of gradients).
-    """
-
-    rank: int
-    kind: str
-    begin: float
-    end: float
-    stage: int = -1
-    microbatch: int = -1
-    label: str = ""
+"""Micro-batches of which every layer is played; of more, each pass is one event."""
+MOST_EVENTS = 4000
+"""Of an answer: tokens after so many are one event."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedPlan:
     """What was played; `stretch`: the priced length over the played one."""
 
-    spans: tuple[Span, ...]
+    events: tuple[Event, ...]
     stretch: float = 1.0
 
 
-def play_step(setting: Setting, step: RecipeEstimate) -> PlayedPlan:
-    """Play a training step."""
+def play_step(setting: Setting, names: Sequence[str], seconds: float) -> PlayedPlan:
+    """Play a training step of so many seconds; `names`: of the first device of each pipeline rank."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
-    spans = list(_staged(setting, stages) if recipe.pp > 1 else _whole(setting, stages[0]))
+    found = _staged(setting, stages, names) if recipe.pp > 1 else _whole(setting, stages[0], names[0])
     ends = [
         (max(synchronised_seconds(setting, stages[index]) for index in own),
          max(optimizer_seconds(setting, stages[index]) for index in own))
         for own in (range(rank, len(stages), recipe.pp) for rank in range(recipe.pp))
     ]  # fmt: skip
-    after = max(end[0] for end in ends) + max(end[1] for end in ends)
-    length = step.seconds - after
-    played = _stretched(spans, length)
-    spans = list(played.spans)
-    for rank, (synchronised, optimizer) in enumerate(ends):
-        begin = length
+    length = seconds - max(end[0] for end in ends) - max(end[1] for end in ends)
+    played = _stretched(list(found), length)
+    after = []
+    for name, (synchronised, optimizer) in zip(names, ends, strict=True):
+        begin = length + synchronised
         if synchronised:
-            spans.append(Span(rank=rank, kind="reduce", begin=begin, end=begin + synchronised))
-            begin += synchronised
-        spans.append(Span(rank=rank, kind="optimizer", begin=begin, end=begin + optimizer))
-    return replace(played, spans=tuple(sorted(spans, key=lambda span: span.begin)))
+            after.append(Event(device=name, kind="reduce", begin_seconds=length, end_seconds=begin))
+        after.append(Event(device=name, kind="optimizer", begin_seconds=begin, end_seconds=begin + optimizer))
+    return replace(played, events=tuple(sorted((*played.events, *after), key=lambda event: event.begin_seconds)))
 
 
-def _stretched(spans: Sequence[Span], seconds: float) -> PlayedPlan:
-    """Spans that end when the price says."""
-    stretch = seconds / max(span.end for span in spans)
-    spans = [replace(span, begin=span.begin * stretch, end=span.end * stretch) for span in spans]
-    return PlayedPlan(spans=tuple(sorted(spans, key=lambda span: span.begin)), stretch=stretch)
+def _stretched(events: Sequence[Event], seconds: float) -> PlayedPlan:
+    """Events that end when the price says."""
+    stretch = seconds / max(event.end_seconds for event in events)
+    found = (
+        replace(event, begin_seconds=event.begin_seconds * stretch, end_seconds=event.end_seconds * stretch)
+        for event in events
+    )
+    return PlayedPlan(events=tuple(sorted(found, key=lambda event: event.begin_seconds)), stretch=stretch)
 
 
-def _whole(setting: Setting, stage: Stage) -> Iterator[Span]:
+def _whole(setting: Setting, stage: Stage, name: str) -> Iterator[Event]:
     """All micro-batches one after the other, through all layers."""
     layers = {id(block): layer_passes(setting, block) for block, _ in stage}
     ahead = list(_named(stage, [layers[id(block)][0] for block, _ in stage]))
@@ -95,12 +80,12 @@ def _whole(setting: Setting, stage: Stage) -> Iterator[Span]:
     for number in range(setting.recipe.num_microbatches):
         for kind, passed in (("forward", ahead), ("backward", back)):
             begin = clock
-            for span in _played(kind, passed, begin, number):
-                clock = max(clock, span.end)
+            for event in _played(passed, begin, Event(device=name, kind=kind, end_seconds=0.0, microbatch=number)):
+                clock = max(clock, event.end_seconds)
                 if not once:
-                    yield span
+                    yield event
             if once:
-                yield Span(rank=0, kind=kind, begin=begin, end=clock, microbatch=number)
+                yield Event(device=name, kind=kind, begin_seconds=begin, end_seconds=clock, microbatch=number)
 
 
 def _named(stage: Stage, layers: Sequence[Layer]) -> Iterator[Layer]:
@@ -111,24 +96,27 @@ def _named(stage: Stage, layers: Sequence[Layer]) -> Iterator[Layer]:
             number += block.layer
 
 
-def _played(kind: str, layers: Sequence[Layer], begin: float, number: int) -> Iterator[Span]:
-    program = pass_program(layers)
-    exchange = {layer.name: layer.inner for layer in layers}
+def _played(layers: Sequence[Layer], clock: float, each: Event) -> Iterator[Event]:
+    """The events of one pass that begins then; `each`: what they have in common."""
+    program, exchange = pass_program(layers), {layer.name: layer.inner for layer in layers}
     played = play(program)
     for task, start, end in zip(program, played.begins, played.ends, strict=True):
         first, _, label = task.name.partition(" ")
+        begin, end = clock + start, clock + end
         if task.stream == "network":
-            yield Span(rank=0, kind=first, begin=begin + start, end=begin + end, microbatch=number, label=label)
-            continue
-        apart = end - exchange[task.name]
-        yield Span(rank=0, kind=kind, begin=begin + start, end=begin + apart, microbatch=number, label=task.name)
-        if exchange[task.name]:
-            yield Span(
-                rank=0, kind="exchange", begin=begin + apart, end=begin + end, microbatch=number, label=task.name
-            )
+            yield replace(each, kind=first, begin_seconds=begin, end_seconds=end, label=label)
+        else:
+            yield from _pair(replace(each, begin_seconds=begin, label=task.name), end - exchange[task.name], end)
 
 
-def _staged(setting: Setting, stages: Sequence[Stage]) -> Iterator[Span]:
+def _pair(event: Event, apart: float, end: float) -> Iterator[Event]:
+    """Kernels, and from `apart` on the communication that they wait for."""
+    yield replace(event, end_seconds=apart)
+    if end > apart:
+        yield replace(event, kind="exchange", begin_seconds=apart, end_seconds=end)
+
+
+def _staged(setting: Setting, stages: Sequence[Stage], names: Sequence[str]) -> Iterator[Event]:
     """The order of the schedule, by the clock."""
     recipe, passes = setting.recipe, all_passes(setting, stages)
     sends = [stage_send_seconds(setting)] * (len(stages) - 1)
@@ -140,12 +128,12 @@ def _staged(setting: Setting, stages: Sequence[Stage]) -> Iterator[Span]:
     played = simulate(make_order(*shape, stages_per_device=recipe.stages_per_rank), times)
     for ran in played.ran:
         kind, stage, number = ran.action
-        kernels = _kernel_part(passes[stage], kind)
-        apart = ran.begin + kernels * (ran.end - ran.begin)
-        name = {"F": "forward", "W": "weight"}.get(kind, "backward")
-        yield Span(rank=ran.device, kind=name, begin=ran.begin, end=apart, stage=stage, microbatch=number)
-        if ran.end > apart:
-            yield Span(rank=ran.device, kind="exchange", begin=apart, end=ran.end, stage=stage, microbatch=number)
+        apart = ran.begin + _kernel_part(passes[stage], kind) * (ran.end - ran.begin)
+        event = Event(
+            device=names[ran.device], kind={"F": "forward", "W": "weight"}.get(kind, "backward"),
+            begin_seconds=ran.begin, end_seconds=ran.end, stage=stage, microbatch=number,
+        )  # fmt: skip
+        yield from _pair(event, apart, ran.end)
 
 
 def _kernel_part(one: Passes, kind: str) -> float:
@@ -155,43 +143,35 @@ def _kernel_part(one: Passes, kind: str) -> float:
     return one.backward_compute / one.backward if one.backward else 1.0
 
 
-def play_answer(setting: Setting, answer: RecipeEstimate, new_tokens: int) -> PlayedPlan:
-    """Play an answer: the prompt through all stages, then token after token; those after the first few as one span."""
+def play_answer(setting: Setting, names: Sequence[str], answer: RecipeEstimate, new_tokens: int) -> PlayedPlan:
+    """Play an answer: the prompt through all stages, then token after token; those after the first few as one event."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
-    stages = split_stages(setting.work, recipe)
-    groups, spans = recipe.num_microbatches, list[Span]()
-    begin, longest = 0.0, max(sum(prompt_parts(setting, stage)) for stage in stages)
-    for rank, stage in enumerate(stages):
-        compute, network = prompt_parts(setting, stage)
-        for group in range(groups):
-            spans += _pair("forward", rank, begin + group * longest, compute, network, group, "prompt")
-        begin += compute + network
+    stages, groups, found = split_stages(setting.work, recipe), recipe.num_microbatches, list[Event]()
     further = max(0, new_tokens - 1)
     parts = [token_parts(setting, stage, recipe.micro_batch, prompt + new_tokens / 2) for stage in stages]
-    drawn = min(further, max(8, MOST_SPANS // (2 * groups * len(stages))))
-    for token in range(drawn):
-        begin = answer.prompt_seconds + token * answer.token_seconds
-        for rank, own in enumerate(parts):
-            seconds = sum(own.values())
+    of_token = [(sum(own.values()) - own["communication"], own["communication"]) for own in parts]
+
+    def through(kind: str, label: str, begin: float, each: Sequence[tuple[float, float]]) -> None:
+        """All groups through all stages, each after the group before; `each`: seconds of kernels and of the network."""
+        longest = max(map(sum, each))
+        for rank, (compute, network) in enumerate(each):
             for group in range(groups):
-                network = own["communication"]
-                at = begin + group * max(sum(one.values()) for one in parts)
-                spans += _pair("decode", rank, at, seconds - network, network, group, f"token {token + 2}")
-            begin += seconds
+                at = begin + group * longest
+                event = Event(
+                    device=names[rank], kind=kind, begin_seconds=at, end_seconds=at, stage=rank, microbatch=group,
+                    label=label,
+                )  # fmt: skip
+                found.extend(_pair(event, at + compute, at + compute + network))
+            begin += compute + network
+
+    through("forward", "prompt", 0.0, [prompt_parts(setting, stage) for stage in stages])
+    drawn = min(further, max(8, MOST_EVENTS // (2 * groups * len(stages))))
+    for token in range(drawn):
+        through("decode", f"token {token + 2}", answer.prompt_seconds + token * answer.token_seconds, of_token)
     begin, label = answer.prompt_seconds + drawn * answer.token_seconds, f"{further - drawn} further tokens"
-    for rank, own in enumerate(parts if further > drawn else ()):
-        spans.append(Span(rank=rank, kind="decode", begin=begin, end=answer.seconds, stage=rank, label=label))
-        begin += sum(own.values())
-    return _stretched(spans, answer.seconds)
-
-
-def _pair(
-    kind: str, rank: int, begin: float, compute: float, network: float, group: int, label: str
-) -> Iterator[Span]:  # fmt: skip
-    """Kernels, and the communication after them."""
-    apart = begin + compute
-    yield Span(rank=rank, kind=kind, begin=begin, end=apart, stage=rank, microbatch=group, label=label)
-    if network:
-        yield Span(
-            rank=rank, kind="exchange", begin=apart, end=apart + network, stage=rank, microbatch=group, label=label
-        )
+    for rank, own in enumerate(of_token if further > drawn else ()):
+        found.append(Event(
+            device=names[rank], kind="decode", begin_seconds=begin, end_seconds=answer.seconds, stage=rank, label=label,
+        ))  # fmt: skip
+        begin += sum(own)
+    return _stretched(found, answer.seconds)

@@ -18,11 +18,11 @@ from autoshard.cluster.parse import MACHINE, parse_devices
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.pricer import price
-from autoshard.engine.replicas import rows_per_replica
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.batching import of_size
 from autoshard.plan.choices import Strategy
+from autoshard.plan.sharding import shares_of
 from autoshard.plan.workload import Workload
 from autoshard.profile.profile import Profile
 
@@ -63,7 +63,7 @@ def for_size(plan: Plan, workload: Workload) -> Plan:
     if batch is None or mesh is None or not rows or rows == batch.size:
         return replace(plan, workload=workload)
     batch = of_size(batch, rows)
-    if min(rows_per_replica(batch, mesh.shares, mesh.data)) < plan.num_microbatches:
+    if min(shares_of(batch.size, mesh.data, mesh.shares)) < plan.num_microbatches:
         parts = mesh.data * plan.num_microbatches
         raise PlanError(f"the plan divides a batch into {parts} parts, and one of {rows} rows is too small for that.")
     return replace(plan, workload=workload, batch=batch)

@@ -68,11 +68,12 @@ class Study:
         return tuple(_changed(own, cell) for cell in self.cells if own is not None and _steps(own, cell) == 1)
 
     def played(self) -> PlayedPlan:
-        """The step or answer as it is played."""
+        """The step or answer as it is played, on the first device of each pipeline rank."""
         setting, _ = setting_of(self.task, self.own.recipe)
+        names = [device.name for device in self.plan.devices[:: len(self.plan.devices) // self.own.recipe.pp]]
         if self.task.training:
-            return play_step(setting, self.own)
-        return play_answer(setting, self.own, self.task.new_tokens)
+            return play_step(setting, names, self.own.seconds)
+        return play_answer(setting, names, self.own, self.task.new_tokens)
 
 
 def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -> Study:

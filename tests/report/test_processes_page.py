@@ -89,7 +89,7 @@ def test_terminal_json_page_and_explain_say_the_same(case):
 def test_the_timeline_ends_with_the_pass_and_its_parts_are_those_of_the_ranks(case):
     found, profile, cluster, text = case
     estimate, played = found.estimate, found.played()
-    assert max(span.end for span in played.spans) == pytest.approx(estimate.latency_seconds, rel=1e-6)
+    assert max(event.end_seconds for event in played.events) == pytest.approx(estimate.latency_seconds, rel=1e-6)
     assert abs(played.stretch - 1) < 0.05
     each = len(found.plan.devices) // found.own.recipe.pp
     network = ("gather", "reduce")
@@ -98,15 +98,15 @@ def test_the_timeline_ends_with_the_pass_and_its_parts_are_those_of_the_ranks(ca
         rank = next((one for one in estimate.ranks if one.first == name), None)
         if rank is None:
             continue
-        own = [span for span in played.spans if span.rank == number]
-        busy = sum(span.end - span.begin for span in own if span.kind not in (*network, "exchange"))
+        own = [event for event in played.events if event.device == name]
+        busy = sum(event.seconds for event in own if event.kind not in (*network, "exchange"))
         assert busy == pytest.approx(rank.compute_seconds, rel=0.08)
         total = rank.compute_seconds + rank.exposed_seconds + rank.idle_seconds
         assert total == pytest.approx(estimate.latency_seconds, rel=0.02)
         streams = [[s for s in own if s.kind in network], [s for s in own if s.kind not in network]]
-        for spans in streams:
-            for before, after in pairwise(spans):
-                assert after.begin >= before.end - 1e-9
+        for stream in streams:
+            for before, after in pairwise(stream):
+                assert after.begin_seconds >= before.end_seconds - 1e-9
     data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)[1])
     assert data["timeline"]["end"] == pytest.approx(estimate.latency_seconds)
     assert {data["timeline"]["kinds"][row[1]] for row in data["timeline"]["events"]} <= set(data["kinds"])

@@ -28,29 +28,19 @@ def events_of(
 
 
 def _played(study: Study, most: int) -> tuple[list[Event], str]:
-    """The played step as events on the first device of every class of ranks, of fewer classes where they are many."""
+    """The played step on the first device of every class of ranks, of fewer classes where they are many."""
     played = study.played()
-    each = len(study.plan.devices) // study.own.recipe.pp
-    names = [device.name for device in study.plan.devices[::each]]
-    first = {rank.first for rank in study.estimate.ranks}
-    numbers = [number for number, name in enumerate(names) if name in first]
+    names = [rank.first for rank in study.estimate.ranks]
     said = [] if abs(played.stretch - 1) < 0.0005 else [
         f"The order of the micro-batches, played by the clock, is stretched by {played.stretch - 1:+.1%} to the price."
     ]  # fmt: skip
-    own = [span for span in played.spans if span.rank in numbers]
+    own = [event for event in played.events if event.device in names]
     if len(own) > most:
-        kept = max(2, most * len(numbers) // len(own))
-        some = {numbers[round(at * (len(numbers) - 1) / (kept - 1))] for at in range(kept)}
-        own = [span for span in own if span.rank in some]
-        said.append(f"{len(some)} of {len(numbers)} classes of ranks are drawn.")
-    found = [
-        Event(
-            device=names[span.rank], kind=span.kind, begin_seconds=span.begin, end_seconds=span.end, stage=span.stage,
-            microbatch=span.microbatch, label=span.label,
-        )
-        for span in own
-    ]  # fmt: skip
-    return found, " ".join(said)
+        kept = max(2, most * len(names) // len(own))
+        some = {names[round(at * (len(names) - 1) / (kept - 1))] for at in range(kept)}
+        own = [event for event in own if event.device in some]
+        said.append(f"{len(some)} of {len(names)} classes of ranks are drawn.")
+    return own, " ".join(said)
 
 
 def lane_of(event: Event) -> tuple[str, bool]:
