@@ -144,13 +144,13 @@ def estimate(plan: "Plan | DeviceMap", profile: "Profile", devices: "Devices | N
     `devices`: as in `plan`; None rebuilds the plan's own devices from the hardware table. Under torchrun replicas and
     stages are priced as ranks of a mesh, as they run there.
     """
-    from autoshard.engine.pricer import Pricer
+    from autoshard.engine.pricer import price
 
     plan = as_plan(plan, profile)
     cluster = cluster_for(plan if devices is None else devices)
     if plan.launch:
         return _estimate_processes(plan, profile, cluster)
-    return Pricer(profile, cluster).answer(plan)
+    return price(plan, profile, cluster)
 
 
 def _estimate_processes(plan: Plan, profile: "Profile", cluster: "Cluster") -> Estimate:

@@ -37,11 +37,10 @@ from torch.utils.benchmark import Timer
 import autoshard
 from autoshard.capture.backward import training_loss
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.cards import card_of
 from autoshard.engine.efficiency import efficiency_of
 from autoshard.engine.local import Attention, Product, Share, Volume
 from autoshard.engine.recipe import Recipe
-from autoshard.engine.timing import attention_seconds, product_seconds
+from autoshard.engine.timing import attention_seconds, card_of, product_seconds
 from autoshard.nested import map_tensors
 
 PRODUCTS = ((8192, 4096, 4096), (8192, 14336, 4096), (2048, 4096, 4096), (512, 4096, 4096), (64, 4096, 14336),

@@ -18,8 +18,9 @@ from autoshard.engine.blocks import ModelWork, model_work
 from autoshard.engine.generation import price_generation
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import RecipeEstimate
+from autoshard.engine.precision import Precision
 from autoshard.engine.price import price_step
-from autoshard.engine.recipe import Precision, Recipe
+from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card
 from autoshard.errors import AutoshardError
 from autoshard.plan.workload import Workload

@@ -1,10 +1,33 @@
 """Precision by name: bytes per element of what training and inference keep."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 
-from autoshard.engine.recipe import Precision
 from autoshard.errors import SpecError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes per element of what training keeps and sends.
+
+    `parameters`: of what is kept, less than one where they are quantised (scales included); `compute`: of what kernels
+    read, also of activations and of gathered parameters; `master`: of a second copy of the parameters for the
+    optimizer, 0 without; `moments`: of each of two moments.
+    """
+
+    parameters: float = 4
+    compute: int = 2
+    gradients: int = 4
+    reduce: int = 4
+    master: int = 0
+    moments: float = 4
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Bytes per parameter that only the optimizer reads."""
+        return self.master + 2 * self.moments
+
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {

@@ -6,7 +6,6 @@ step finds the cache of the whole answer.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cached_property
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.cuts import Tracer, estimate_cuts
@@ -33,16 +32,27 @@ def in_one_piece(plan: Plan) -> Plan:
 
 def price(
     plan: Plan, profile: Profile, cluster: Cluster, *, flow_of_plan: Flow | None = None,
-    lower_bound_seconds: float | None = None,
+    lower_bound_seconds: float | None = None, tracer_of: Callable[[Profile], Tracer] | None = None,
 ) -> Estimate:  # fmt: skip
     """Compute what any plan costs: one that places modules, streams them, cuts parameters, or has a mesh.
 
-    For plans that place or stream modules, `flow_of_plan` saves the walk if it was made already, and
-    `lower_bound_seconds` replaces the bound computed here. Raises `PlanError` if the plan names a device that the
-    cluster lacks or leaves a tensor without one.
+    `flow_of_plan`, of plans that place or stream modules, and `tracer_of`, of those with cuts, save what was worked out
+    already; `lower_bound_seconds` replaces the bound computed here. Raises `PlanError` if the plan names what the model
+    or the cluster lacks, leaves a tensor without a device, or is one for processes.
     """
-    if plan.mesh is not None or plan.cuts:
-        return Pricer(profile, cluster).answer(plan)
+    if plan.mesh is not None:
+        mesh = check_mesh(plan, cluster)
+        if profile.workload.new_tokens:
+            found = price(in_one_piece(plan), profile, cluster)
+            return replace(found, notes=(*found.notes, UNDIVIDED))
+        found = (estimate_replicas if mesh.pp == 1 else estimate_stages)(plan, profile, cluster)
+        return of_answer(found, profile, lambda half: found)
+    if plan.cuts:
+
+        def cut(half: Profile) -> Estimate:
+            return estimate_cuts(plan, half, cluster, tracer=tracer_of(half) if tracer_of else None)
+
+        return of_answer(cut(profile), profile, cut)
     check_devices([*plan.placements.values(), *plan.offloaded.values()], cluster, "needs")
     moves = flow_of_plan or flow(profile.graph, plan.placements)
     bound = lower_bound_seconds
@@ -51,13 +61,13 @@ def price(
     elif bound is None:
         bound = lower_bound(profile, cluster, divided=plan.objective == "throughput")
 
-    def recorded(half: Profile) -> Estimate:
+    def placed(half: Profile) -> Estimate:
         used = replace(moves, uncounted=half.graph.uncounted)
         if plan.offloaded:
             return estimate_offloaded(plan, half, cluster, used)
         return estimate_placed(half, cluster, used, plan.objective)
 
-    found = of_answer(recorded(profile), profile, recorded, in_turns=not plan.offloaded)
+    found = of_answer(placed(profile), profile, placed, in_turns=not plan.offloaded)
     value = found.bottleneck_seconds if plan.objective == "throughput" else found.latency_seconds
     return replace(found, lower_bound_seconds=bound, gap=gap_above(value, bound))
 
@@ -68,54 +78,24 @@ class Pricer:
     def __init__(self, profile: Profile, cluster: Cluster) -> None:
         self.profile, self.cluster = profile, cluster
         self._known: list[tuple[Plan, Estimate]] = []
-        self._halves: dict[int, Pricer] = {}
-
-    @cached_property
-    def tracer(self) -> Tracer:
-        """Follows cuts through the recorded run."""
-        return Tracer(self.profile.graph)
+        self._tracers: list[Tracer] = []
 
     def __call__(self, plan: Plan) -> Estimate:
-        known = next((estimate for one, estimate in self._known if one == _decisions(plan)), None)
+        # Neither what a plan says about itself nor what is noted for the run changes its price.
+        decisions = replace(plan, reasons=(), whole=(), results=(), mixed_device=(), written_back=())
+        known = next((estimate for one, estimate in self._known if one == decisions), None)
         if known is None:
-            if plan.mesh is not None:
-                known = estimate_mesh(plan, self.profile, self.cluster)
-            elif plan.cuts:
-                known = estimate_cuts(plan, self.profile, self.cluster, tracer=self.tracer)
-            else:
-                known = price(plan, self.profile, self.cluster)
-            self._known.append((_decisions(plan), known))
+            known = price(plan, self.profile, self.cluster, tracer_of=self._tracer)
+            self._known.append((decisions, known))
         return known
 
-    def answer(self, plan: Plan) -> Estimate:
-        """Price a plan for a whole answer, where one is asked for; else as it is called."""
-        found = self(plan)
-        if plan.mesh is None and not plan.cuts:
-            return found
-        return of_answer(found, self.profile, lambda half: self._half(half)(plan))
-
-    def _half(self, half: Profile) -> "Pricer":
-        known = self._halves.get(id(half))
+    def _tracer(self, profile: Profile) -> Tracer:
+        """Follows cuts through a recorded run: the whole, or a half of an answer."""
+        known = next((tracer for tracer in self._tracers if tracer.graph is profile.graph), None)
         if known is None:
-            known = self._halves[id(half)] = Pricer(half, self.cluster)
+            known = Tracer(profile.graph)
+            self._tracers.append(known)
         return known
-
-
-def _decisions(plan: Plan) -> Plan:
-    """What of a plan its price depends on: not what it says about itself, nor what is noted for the run."""
-    return replace(plan, reasons=(), whole=(), results=(), mixed_device=(), written_back=())
-
-
-def estimate_mesh(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
-    """Compute what a plan with replicas or stages in one process costs.
-
-    Raises `PlanError` if the plan names what the model or the cluster lacks, or is one for processes.
-    """
-    mesh = check_mesh(plan, cluster)
-    if profile.workload.new_tokens:
-        found = price(in_one_piece(plan), replace(profile, further=None), cluster)
-        return replace(found, notes=(*found.notes, UNDIVIDED))
-    return (estimate_replicas if mesh.pp == 1 else estimate_stages)(plan, profile, cluster)
 
 
 def check_mesh(plan: Plan, cluster: Cluster) -> Mesh:

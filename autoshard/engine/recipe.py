@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from autoshard.engine.precision import PRECISIONS, Precision
 from autoshard.errors import SpecError
 
 Recompute = Literal["none", "selective", "full"]
@@ -13,28 +14,6 @@ of 2023 op by op, with the first kernels of fused attention."""
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of dp, fsdp and cp, and out of tp where
 those do not suffice: a rank of it has whole experts."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Bytes per element of what training keeps and sends.
-
-    `parameters`: of what is kept, less than one where they are quantised (scales included); `compute`: of what kernels
-    read, also of activations and of gathered parameters; `master`: of a second copy of the parameters for the
-    optimizer, 0 without; `moments`: of each of two moments.
-    """
-
-    parameters: float = 4
-    compute: int = 2
-    gradients: int = 4
-    reduce: int = 4
-    master: int = 0
-    moments: float = 4
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """Bytes per parameter that only the optimizer reads."""
-        return self.master + 2 * self.moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +57,7 @@ class Recipe:
     recompute: Recompute = "none"
     kept_layers: int = 0
     stack: Stack = "eager"
-    precision: Precision = Precision()
+    precision: Precision = PRECISIONS["mixed"]
     sequence_parallel: bool = True
     zero: int = 0
     reshard: bool = True

@@ -11,12 +11,14 @@ is commonly achieved or was measured: an op takes max(FLOPs / rate(dtype), bytes
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autoshard.capture.latest import Latest
 from autoshard.cluster.device import Device
+from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
+from autoshard.cluster.links import table_row
 from autoshard.engine.blocks import Block
 from autoshard.engine.efficiency import Efficiency
 from autoshard.engine.local import Attention, Product, Share, sums_of
@@ -53,6 +55,30 @@ class Card:
     def is_cpu(self) -> bool:
         """Whether a process has no context there, and its tensors are all that it allocates."""
         return self.generation == "cpu"
+
+
+def card_of(device: Device, dtype: str = "bfloat16") -> Card:
+    """Return the published peaks of a device, for products in one dtype.
+
+    A cluster's rates are what is commonly achieved, or measured; the engine has efficiencies of its own.
+    """
+    return Card(
+        generation=table_row(device.kind).arch,
+        flops_per_second=device.flops(dtype) / COMPUTE_EFFICIENCY,
+        bytes_per_second=device.bytes_per_second / MEMORY_EFFICIENCY,
+        memory_bytes=device.memory_bytes,
+    )
+
+
+def weakest_card(devices: Sequence[Device], dtype: str) -> Card:
+    """Return a card that has of all devices the lowest rates and the least memory: what each of them can do."""
+    cards = [card_of(device, dtype) for device in devices]
+    slowest = min(cards, key=lambda card: card.flops_per_second)
+    return replace(
+        slowest,
+        bytes_per_second=min(card.bytes_per_second for card in cards),
+        memory_bytes=min(card.memory_bytes for card in cards),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

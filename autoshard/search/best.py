@@ -10,8 +10,9 @@ from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import ModelWork
 from autoshard.engine.generation import price_generation
 from autoshard.engine.memory import RecipeEstimate, outside_bytes
+from autoshard.engine.precision import Precision
 from autoshard.engine.price import Step, prepare_step, price_prepared, price_step
-from autoshard.engine.recipe import Precision, Recipe, Stack
+from autoshard.engine.recipe import Recipe, Stack
 from autoshard.engine.timing import Card
 from autoshard.errors import SpecError
 from autoshard.search.candidates import answer_meshes, answer_recipes, device_counts, step_recipes, training_meshes

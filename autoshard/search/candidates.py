@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast, get_args
 
-from autoshard.engine.recipe import Precision, Recipe, Recompute, Stack
+from autoshard.engine.precision import Precision
+from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.plan import Mesh
 from autoshard.search.limits import LONG_SEQUENCE, Fixed, Limits
 

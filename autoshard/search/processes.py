@@ -18,12 +18,12 @@ from autoshard.cluster.device import Device
 from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason, uneven_reason
 from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds
-from autoshard.engine.cards import weakest_card
 from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.precision import inference_precision, training_precision
 from autoshard.engine.price import boundaries_of, split_stages
 from autoshard.engine.pricer import needs_processes
 from autoshard.engine.recipe import Recipe, Recompute, Stack
+from autoshard.engine.timing import weakest_card
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import ASSUMED

@@ -116,7 +116,7 @@ def compare(
 
 
 def _priced(candidate: Candidate, plan: Plan, price: Pricer, objective: str) -> Alternative:
-    estimate = price.answer(plan)
+    estimate = price(plan)
     if not estimate.fits:
         worst = min(estimate.devices, key=lambda device: device.free_bytes)
         raise PlanError(f"{worst.name} would need {format_bytes(-worst.free_bytes)} more than it has.")

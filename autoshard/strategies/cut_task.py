@@ -93,11 +93,11 @@ class CutTask:
     def priced(self, devices: tuple[Device, ...], groups: Sequence[AxisGroup]) -> Choice:
         """These groups cut over these devices, unchecked."""
         cuts = tuple(as_cut(group, even_shares(group.size, len(devices))) for group in groups)
-        return Choice(devices=devices, groups=tuple(groups), estimate=self.price.answer(self.draft(devices, cuts)))
+        return Choice(devices=devices, groups=tuple(groups), estimate=self.price(self.draft(devices, cuts)))
 
     def with_cuts(self, choice: Choice, cuts: tuple[Cut, ...]) -> Choice:
         """The choice priced with the cuts that were checked."""
-        return replace(choice, estimate=self.price.answer(self.draft(choice.devices, cuts)))
+        return replace(choice, estimate=self.price(self.draft(choice.devices, cuts)))
 
     def draft(self, devices: tuple[Device, ...], cuts: tuple[Cut, ...]) -> Plan:
         """The decisions as a plan."""

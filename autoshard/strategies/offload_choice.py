@@ -10,7 +10,7 @@ Large modules need large slots: every size is tried as the largest that is offlo
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import isfinite
 
 from autoshard.engine.offloaded import SLOTS
 
@@ -62,7 +62,11 @@ def choose(task: Offload) -> tuple[int, ...] | None:
         places[number] = CPU
     for number in _on_disk(task, away):
         places[number] = DISK
-    return tuple(places) if has_room(task, places) else None
+    on_cpu, on_disk = (
+        sum(one.stored_bytes for one, place in zip(task.modules, places, strict=True) if place == store)
+        for store in (CPU, DISK)
+    )
+    return tuple(places) if on_cpu <= task.cpu_bytes and on_disk <= task.disk_bytes else None
 
 
 def offloaded(task: Offload) -> list[int] | None:
@@ -131,19 +135,3 @@ def _least(task: Offload, numbers: Sequence[int], fits: Callable[[Sequence[int]]
         middle = (low + high) // 2
         low, high = (low, middle) if fits(pick(middle)) else (middle + 1, high)
     return pick(high)
-
-
-def has_room(task: Offload, places: Sequence[int]) -> bool:
-    """Whether residents, slots and what is kept elsewhere all have room."""
-    at = list(zip(task.modules, places, strict=True))
-    stored = {store: sum(one.stored_bytes for one, place in at if place == store) for store in (CPU, DISK)}
-    if stored[CPU] > task.cpu_bytes or stored[DISK] > task.disk_bytes:
-        return False
-    if any(one.disk_seconds == inf for one, place in at if place == DISK):
-        return False
-    for device, room in enumerate(task.room_bytes):
-        mine = [(one.nbytes, place) for one, place in at if one.device == device]
-        slots = sorted((nbytes for nbytes, place in mine if place != RESIDENT), reverse=True)[:SLOTS]
-        if sum(nbytes for nbytes, place in mine if place == RESIDENT) + sum(slots) > room:
-            return False
-    return True

@@ -10,7 +10,7 @@ import autoshard
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.parse import parse_devices
-from autoshard.engine.pricer import estimate_mesh, in_one_piece, price
+from autoshard.engine.pricer import in_one_piece, price
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, PlanDevice, Stage
 from autoshard.plan.batching import BatchAxis, BatchInput, BatchOutput
@@ -58,11 +58,11 @@ def test_what_cannot_be_priced_is_refused(profiles):
     cluster = parse_devices("4xA100-40GB")
     plan = plan_on(cluster, profiles["training"], Mesh(pp=2), microbatches=2)
     with pytest.raises(PlanError, match="does not say how the batch is divided"):
-        estimate_mesh(replace(plan, batch=None), profiles["training"], cluster)
+        price(replace(plan, batch=None), profiles["training"], cluster)
     with pytest.raises(PlanError, match="priced with the model itself"):
-        estimate_mesh(replace(plan, mesh=Mesh(dp=2, pp=2)), profiles["training"], cluster)
+        price(replace(plan, mesh=Mesh(dp=2, pp=2)), profiles["training"], cluster)
     with pytest.raises(PlanError, match="a batch of 16 can't be divided into 17"):
-        estimate_mesh(replace(plan, num_microbatches=17), profiles["training"], cluster)
+        price(replace(plan, num_microbatches=17), profiles["training"], cluster)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +93,6 @@ def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
     profile = profiles["inference"]
     profile = replace(profile, workload=replace(profile.workload, new_tokens=4))
     plan = plan_on(cluster, profile, mesh, microbatches=2 if mesh.pipeline > 1 else 1)
-    found, whole = estimate_mesh(plan, profile, cluster), price(in_one_piece(plan), profile, cluster)
+    found, whole = price(plan, profile, cluster), price(in_one_piece(plan), profile, cluster)
     assert found.devices == whole.devices and found.latency_seconds == whole.latency_seconds
     assert any("runs undivided" in note for note in found.notes)

@@ -9,8 +9,9 @@ from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import efficiency_of
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import LOGIT_BYTES
+from autoshard.engine.precision import Precision
 from autoshard.engine.price import make_setting, price_step, split_stages
-from autoshard.engine.recipe import Precision, Recipe
+from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card
 from tests.search.models import traced
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard.strategies.offload_choice import CPU, DISK, RESIDENT, Movable, Offload, choose, has_room
+from autoshard.strategies.offload_choice import CPU, DISK, RESIDENT, SLOTS, Movable, Offload, choose
 from tests.engine.test_stream_program import Call, passes
 
 INFINITE = float("inf")
@@ -35,6 +35,22 @@ def tasks(draw: st.DrawFn) -> Task:
     )  # fmt: skip
     room = tuple(draw(st.integers(0, sum(nbytes))) for _ in range(devices))
     return Offload(modules=modules, room_bytes=room, cpu_bytes=cpu, disk_bytes=disk), calls, draw(seconds)
+
+
+def has_room(task: Offload, places: Sequence[int]) -> bool:
+    """Whether residents, slots and what is kept elsewhere all have room."""
+    at = list(zip(task.modules, places, strict=True))
+    stored = {store: sum(one.stored_bytes for one, place in at if place == store) for store in (CPU, DISK)}
+    if stored[CPU] > task.cpu_bytes or stored[DISK] > task.disk_bytes:
+        return False
+    if any(one.disk_seconds == INFINITE for one, place in at if place == DISK):
+        return False
+    for device, room in enumerate(task.room_bytes):
+        mine = [(one.nbytes, place) for one, place in at if one.device == device]
+        slots = sorted((nbytes for nbytes, place in mine if place != RESIDENT), reverse=True)[:SLOTS]
+        if sum(nbytes for nbytes, place in mine if place == RESIDENT) + sum(slots) > room:
+            return False
+    return True
 
 
 def pass_seconds(task: Task, places: Sequence[int]) -> float:
