@@ -7,9 +7,9 @@ its slot the next one is brought into the other, across the end of a pass too:
     slot 1    [ a ][  fetch c   ][ c ][ fetch b …
     slot 2    [fetch b][ b ][fetch a      ][ a ]
 
-* Bytes of a device: the flow's buffers, the parameters of offloaded modules only while they are in a slot. Bytes of
-  "cpu" and "disk": the parameters kept there. What an accelerator reads from the disk goes through `STAGING_BYTES` of
-  "cpu".
+* Bytes of a device: the flow's buffers without the parameters of offloaded modules, and two slots, as large as its two
+  largest offloaded modules. Bytes of "cpu" and "disk": the parameters kept there. What an accelerator reads from the
+  disk goes through `STAGING_BYTES` of "cpu".
 * Seconds of bringing a module: latency of the link for each of its parameters + bytes / bandwidth, once per call. Each
   device has one link; all fetches from the disk share it, first come, first served.
 * Seconds of a pass: passes are played one after another (`programs`). Copies of activations between devices count as
@@ -32,7 +32,7 @@ from autoshard.engine.placed import estimate_placed, lower_bound, moved_copies
 from autoshard.engine.programs import PREFETCH, Task, play
 from autoshard.engine.timing import op_seconds
 from autoshard.errors import PlanError
-from autoshard.flow import Buffers, Flow
+from autoshard.flow import Flow
 from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.profile.profile import Profile
@@ -140,11 +140,11 @@ def estimate_offloaded(plan: Plan, profile: Profile, cluster: Cluster, moves: Fl
     """
     graph = profile.graph
     modules = offloaded_modules(plan, graph)
-    moved = with_slots(moves, modules, graph)
-    bare = estimate_placed(profile, cluster, moved, plan.objective)
+    kept = without_storages(moves, (storage for module in modules for storage in module.storages))
+    bare = estimate_placed(profile, cluster, kept, plan.objective)
     timed = [module for module in modules if module.store != module.device]
     steady = steady_pass(pass_pieces(profile, cluster, moves, timed), fetches_of(timed, graph, cluster))
-    devices = tuple(_with_offloaded(device, modules, graph, cluster, moved) for device in bare.devices)
+    devices = tuple(_with_offloaded(device, modules, graph, cluster) for device in bare.devices)
     links = [seconds for stream, seconds in steady.busy.items() if stream != "compute"]
     return replace(
         bare,
@@ -264,81 +264,18 @@ def live_bytes(storages: Sequence[int], graph: ModelGraph, block_bytes: int) -> 
     return sum(-(-graph.storages[storage].nbytes // block_bytes) * block_bytes for storage in storages)
 
 
-def with_slots(moves: Flow, modules: Sequence[OffloadedPass], graph: ModelGraph) -> Flow:
-    """Return the same flow in which parameters of offloaded modules take memory only while they are in a slot.
-
-    That is from the end of the call before the last one on the device, or from the begin of a pass, to the end of their
-    own call:
-
-        calls       | a   | b   | c   |
-        in slots    | a,b | b,c | c   |        each line is the end of a call
-
-    When one goes and a larger one comes, what the call was given is still there: so much more counts for its last op.
-    """
-    spans: dict[int, list[tuple[int, int]]] = {}
-    rows: list[tuple[int, int, int, int, int]] = []
-    for device in dict.fromkeys(module.device for module in modules):
-        calls = sorted((call, i) for i, m in enumerate(modules) if m.device == device for call in m.calls)
-        ends = [end for (_, end), _ in calls]
-        for place, (_, index) in enumerate(calls):
-            free = ends[place - SLOTS]
-            begin = free if place >= SLOTS else 0  # the first ones are brought as the pass begins
-            spans.setdefault(index, []).append((begin, ends[place] if len(calls) > SLOTS else moves.steps + 1))
-            if place + SLOTS >= len(calls):
-                continue
-            after = modules[calls[place + SLOTS][1]]
-            more = live_bytes(after.storages, graph, 1) - live_bytes(modules[index].storages, graph, 1)
-            if more > 0:
-                rows.append((after.storages[0], moves.devices.index(device), more, ends[place] - 1, ends[place]))
-    rows += [
-        (storage, moves.devices.index(modules[index].device), graph.storages[storage].nbytes, begin, end)
-        for index, times in spans.items()
-        for begin, end in _joined(times)
-        for storage in modules[index].storages
-    ]
-    bare = without_storages(moves, (storage for module in modules for storage in module.storages))
-    new = np.array(rows, np.int64).reshape(-1, 5).T
-    old = bare.buffers
-    columns = {
-        name: np.concatenate([getattr(old, name), column.astype(getattr(old, name).dtype)])
-        for name, column in zip(("storage", "device", "nbytes", "born", "died"), new, strict=True)
-    }
-    copied = np.concatenate([old.copied, np.zeros(len(rows), bool)])
-    return replace(bare, buffers=Buffers(**columns, copied=copied))
-
-
-def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join spans that touch: a module that is called again while it is there is there once."""
-    joined: list[tuple[int, int]] = []
-    for begin, end in sorted(spans):
-        if joined and begin <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
-
-
 def _with_offloaded(
-    device: DeviceEstimate, modules: Sequence[OffloadedPass], graph: ModelGraph, cluster: Cluster, moves: Flow
+    device: DeviceEstimate, modules: Sequence[OffloadedPass], graph: ModelGraph, cluster: Cluster
 ) -> DeviceEstimate:
-    """Tell what the slots hold at the peak from what stays, and add what is kept on the device."""
-    slots = 0
-    if device.name in moves.devices:
-        block, rows = cluster.device(device.name).block_bytes, moves.buffers
-        time = moves.peak(device.name, block)[1]
-        live = (rows.device == moves.devices.index(device.name)) & (rows.born <= time) & (time <= rows.died - 1)
-        offloaded = np.isin(rows.storage, [storage for module in modules for storage in module.storages])
-        slots = int((-(-rows.nbytes[live & offloaded & ~rows.copied] // block) * block).sum())
+    """Add the slots of a device, which hold its two largest offloaded modules, and what is kept there for others."""
+    block = cluster.device(device.name).block_bytes
+    own = (live_bytes(module.storages, graph, block) for module in modules if module.device == device.name)
+    slots = sum(sorted(own)[-SLOTS:])
     stored = sum(live_bytes(module.storages, graph, 1) for module in modules if module.store == device.name)
     if device.name == "cpu":
         stored += staging_bytes({module.device for module in modules if module.store == "disk"})
-    return replace(
-        device,
-        parameter_bytes=device.parameter_bytes - slots,
-        slot_bytes=slots,
-        stored_bytes=stored,
-        peak_bytes=device.peak_bytes + stored,
-    )
+    peak = device.peak_bytes + slots + stored
+    return replace(device, slot_bytes=slots, stored_bytes=stored, peak_bytes=peak)
 
 
 def staging_bytes(devices: Iterable[str]) -> int:

@@ -35,6 +35,7 @@ from autoshard.profile.answer import prompt_and_token, times_computed
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units
 from autoshard.strategies.chain import chain_from_profile, join
+from autoshard.strategies.cold import hops
 from autoshard.strategies.offload_choice import CPU, RESIDENT, Movable, Offload, choose, offloaded
 from autoshard.strategies.offloadable import Offloadable, divisions
 from autoshard.strategies.partition import Room, balanced, most_even
@@ -143,6 +144,9 @@ class _OffloadTask:
             if not chain.pins and (share > 0).sum() > 1:
                 found.append(_in_turns(owner, {module.path: module.nbytes for module in division}, share))
         yield from found
+        cheaper = self._computed_sooner()
+        for assignment in found if cheaper.any() else ():
+            yield tuple(np.where(cheaper, self.computing.index("cpu"), np.array(assignment)).tolist())
 
     def _shares(self) -> Iterator[np.ndarray]:
         """Yield the bytes of the model for each device, without and with the CPU as one of those that compute."""
@@ -157,6 +161,15 @@ class _OffloadTask:
             rate = rates + with_cpu * total * computed
             if rate.any():
                 yield room + max(total - room.sum(), 0.0) / rate.sum() * rate
+
+    def _computed_sooner(self) -> np.ndarray:
+        """[n] whether the CPU computes a unit in less time than it takes to bring it: tables, experts."""
+        chain, rates = self.chain, [self._rate(name) for name in self.computing]
+        cpu = self.computing.index("cpu") if "cpu" in self.computing else -1
+        if cpu < 0 or rates[cpu] or not max(rates) or chain.pins:
+            return np.zeros(chain.num_units, bool)
+        bringing = times_computed(self.profile) * chain.resident_bytes / max(rates)
+        return chain.seconds[cpu] + hops(chain, cpu, rates.index(max(rates))) < bringing
 
     def _rate(self, device: str) -> float:
         """Bytes per second that a device can stream; what computes on the CPU beside accelerators stays there."""

@@ -56,7 +56,7 @@ def test_peaks_are_those_of_a_run(kib: int, devices: int) -> None:
         autoshard.remove(model)
     predicted = [device.peak_bytes for device in figures.devices if device.name != "cpu"]
     for found, told in zip(measured, predicted, strict=True):
-        assert found <= told <= 1.05 * found  # a slot is counted from the end of the call before, never later
+        assert found <= told <= 1.12 * found  # two slots of the largest modules count all the time
 
 
 def hand_made(offloaded: dict[str, str], device: str = "cuda:0") -> Plan:
