@@ -342,7 +342,7 @@ def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], causal: bo
     elif op.flops:
         kind = "matmul"
         shape = graph.values[op.outputs[0]].shape
-        n = shape[-1] if shape else 1
+        n = shape[1 if name.startswith("conv") and len(shape) > 2 else -1] if shape else 1  # channels come second
         m = max(1, prod(shape) // max(1, n))
         k = max(1, op.flops // (2 * max(1, prod(shape))))
     elif name.startswith(LOSSES):

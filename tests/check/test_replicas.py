@@ -118,3 +118,9 @@ def test_one_process_divides_the_second_dimension_of_a_loss():
     ids = torch.randint(0, CLASSES, (TOKENS, SAMPLES))
     found = find_batch_axis(TimeFirst(nn.LSTM(8, 8)), {"ids": ids, "labels": ids.clone()}, WORK)
     assert found.size == SAMPLES and {item.dim for item in found.inputs} == {1}
+
+
+@pytest.mark.parametrize("layer, shape, k", [(nn.Conv2d(4, 6, 3), (2, 4, 9, 7), 36), (nn.LSTM(4, 6), (9, 2, 4), 40)])
+def test_products_that_are_no_matrices_are_priced_by_their_channels(layer, shape, k):
+    (op,) = (op for block in trace(layer, torch.randn(shape), WORK).work.blocks for op in block.ops if op.flops)
+    assert (op.n, op.k) == (6, k) and op.flops == 2 * op.m * op.n * op.k
