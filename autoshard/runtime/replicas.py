@@ -55,6 +55,8 @@ def why_not_replicable(model: nn.Module) -> str:
         for name, value in vars(module).items():
             if name == _COMPILED or (name == "forward" and _WRAPPED in module._modules):
                 continue
+            if "state_dict" in name:  # hooks that no forward calls
+                continue
             if any(_reaches(one, modules, set()) for one in _shared(value, modules)):
                 return (
                     f"{path or 'the model'} has a function in {name.strip('_')} that refers to modules of the model, "
