@@ -19,7 +19,7 @@ from autoshard.axes.loss import cut_loss
 from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.token_losses import token_loss
 from autoshard.axes.walk import AxisWalk
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.errors import PlanError
 from autoshard.profile.experts import dispatched_weights, expert_weights
 
@@ -122,7 +122,7 @@ class Block:
     @property
     def layer(self) -> bool:
         """Whether it is a layer, not what comes before or after all of them."""
-        return self.path not in ("first", "last")
+        return self.path not in _ENDS
 
     @property
     def recomputes(self) -> bool:
@@ -162,6 +162,8 @@ def _uncut(parts: tuple[TensorPart, ...]) -> tuple[TensorPart, ...]:
     return tuple(replace(part, cut=False) for part in parts)
 
 
+_ENDS = ("first", "last")
+"""What comes before and after all layers; of a model without layers, all of it."""
 _UNEVEN = 1.05
 """How much more than an equal part the largest part of a rank may be."""
 
@@ -246,7 +248,7 @@ def _sections(graph: ModelGraph, found: AxisGroups) -> Iterator[tuple[str, int, 
 def _chosen(found: AxisGroups, path: str) -> list[AxisGroup]:
     """Groups of a section that are cut together: those that save most per collective, none that conflict."""
     chosen: list[AxisGroup] = []
-    if path in ("first", "last"):  # modules outside of layers may be cut alone: a table, a head
+    if path in _ENDS:  # modules outside of layers may be cut alone: a table, a head
         layers = tuple(name for region in found.regions if region.path != OUTSIDE for name in region.paths)
         candidates = [group for group in found.groups if not _within(group.blocks[0], layers)]
     else:
@@ -265,6 +267,20 @@ def _within(path: str, layers: Sequence[str]) -> bool:
 def _gathered(group: AxisGroup) -> int:
     """Bytes that are put together in one forward of one block."""
     return group.gathered_bytes + group.added_bytes
+
+
+def _most_shares(groups: Sequence[AxisGroup], parameters: Sequence[TensorInfo], outside: bool) -> int:
+    """In how many slices ranks can share a block: the fewest of what is cut in a layer.
+
+    Outside of layers those of the group with the most elements: what ranks don't share evenly is whole on each.
+    """
+
+    def elements(group: AxisGroup) -> int:
+        return sum(prod(one.shape) for one in parameters if group.walk.cut_dims(one.value, group.factor))
+
+    if outside and groups:
+        return max(groups, key=elements).size
+    return min((group.size for group in groups), default=1)
 
 
 def _block(
@@ -309,7 +325,7 @@ def _block(
         ops=tuple(ops),
         trainable=sum(prod(tensor.shape) for tensor in parameters),
         cut_elements=sum(prod(tensor.shape) for tensor in parameters if tensor.value in cut),
-        most_shares=min((group.size for group in groups), default=1),
+        most_shares=_most_shares(groups, parameters, path in _ENDS),
         reduces=sum(group.reductions for group in groups),
         reduced_elements=sum(group.reduced_bytes for group in groups) // _itemsize(ops),
         gathered_elements=sum(_gathered(group) for group in groups) // _itemsize(ops),

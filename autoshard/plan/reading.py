@@ -164,7 +164,9 @@ def _check_stages(plan: Any) -> None:
         expect(len(plan.stages) % pipeline == 0, "stages", f"a multiple of {pipeline} stages", len(plan.stages))
 
 
-_OF_NO_TENSOR = ("divide", "collect", "join", "context", "spread_tokens", "loss", "dispatch")
+_OF_NO_TENSOR = (
+    "divide", "scatter", "whole", "collect", "join", "context", "spread_tokens", "loss", "dispatch",
+)  # fmt: skip
 
 
 def _check_cuts(cuts: tuple[Cut, ...], ranks: int) -> None:

@@ -129,10 +129,10 @@ def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
     """Make a model what it was, where ranks could not all become replicas."""
     if cut_record(model) is not None:
         remove_cuts(model)
-        end_groups(record.made)
-        return
-    tensors = named_tensors(model)
-    move_tensors(tensors, {name: record.originals[name] for name in tensors})
+    else:
+        tensors = named_tensors(model)
+        move_tensors(tensors, {name: record.originals[name] for name in tensors})
+    end_groups(record.made)
 
 
 def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None) -> None:
@@ -167,8 +167,9 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     try:
         with together(record.ranks):
             used = shard(model, record.plan, sharing, record.device, record.replaced)
+            record.handles += used.handles
             recompute_layers(model, record.plan)
-            record.handles += [*used.handles, *let_gather(model, mesh.cp > 1)]
+            record.handles += let_gather(model, mesh.cp > 1)
             if loader is not None:
                 loader.fill_rest(model, cut_record(model), record.device)
     except BaseException:
@@ -176,7 +177,6 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         take_off(model)
         for handle in record.handles:
             handle.remove()
-        end_groups(record.made)
         raise
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))

@@ -150,7 +150,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
     devices = computing_devices(cluster)[: recipe.devices]
     stages, placements = stages_of(traced, recipe, devices)
     trained = traced.workload.training and (recipe.devices > 1 or recipe.recompute != "none")
-    layers = _gathered(traced, recipe) if trained and (recipe.pp > 1 or not stages) else []
+    layers = _gathered(traced) if trained and (recipe.pp > 1 or not stages) else []
     name = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
     if traced.workload.training:
         name = training_precision(asked.precision, name)[0]
@@ -202,7 +202,7 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
     """The stages of a pipeline with the device of each; of trained replicas, the layers, gathered one at a time."""
     first = {"": devices[0].name}
     if recipe.pp == 1:
-        layers = _gathered(traced, recipe) if recipe.replicas > 1 and traced.workload.training else []
+        layers = _gathered(traced) if recipe.replicas > 1 and traced.workload.training else []
         again = len(layers) - recipe.kept_layers if recipe.recompute == "full" else 0
         return tuple(Stage(paths=(path,), recompute=number < again) for number, path in enumerate(layers)), first
     count = recipe.pp * recipe.stages_per_rank
@@ -222,10 +222,13 @@ def stages_of(traced: Traced, recipe: Recipe, devices: Sequence[Device]) -> tupl
     return tuple(Stage(paths=tuple(own), recompute=recipe.recompute == "full") for own in paths), placements
 
 
-def _gathered(traced: Traced, recipe: Recipe) -> list[str]:
-    """The layers that are recomputed as one; of replicas, whose parameters are gathered as one, those that may be."""
-    layers = traced.work.layers
-    return gathered_alone(traced.graph, layers) if recipe.replicas > 1 else list(layers)
+def _gathered(traced: Traced) -> list[str]:
+    """The layers whose parameters are gathered as one, and which are recomputed as one.
+
+    Both is done around the call of a layer: not of a list of modules that are called one by one.
+    """
+    called = {call.path for call in traced.graph.calls}
+    return gathered_alone(traced.graph, [path for path in traced.work.layers if path in called])
 
 
 def _tensor_stages(graph: ModelGraph, places: dict[str, int], count: int) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """Traced: the work of a model, from one run with few samples, and whether its batch can be divided."""
 
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,7 +126,7 @@ def sizes_of(given: Any, workload: Workload, dim: int = 0) -> tuple[int, int]:
 
     `dim`: the dimension of the samples, 0 or 1.
     """
-    tensors = [one for one in (given.values() if isinstance(given, dict) else given) if isinstance(one, torch.Tensor)]
+    tensors = list(_in_dicts(given))
     ids = next((one for one in tensors if one.dim() == 2 and not one.is_floating_point()), None)
     if ids is not None:
         return ids.shape[dim], ids.shape[1 - dim]
@@ -133,6 +134,15 @@ def sizes_of(given: Any, workload: Workload, dim: int = 0) -> tuple[int, int]:
     if first is None:
         raise PlanError("no input is a tensor with a dimension for the batch.")
     return first.shape[dim], workload.sequence_length or 1
+
+
+def _in_dicts(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors of arguments, also in dicts among them; those of a list may be one per sample."""
+    for one in given.values() if isinstance(given, dict) else given:
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif isinstance(one, dict):
+            yield from _in_dicts(one)
 
 
 def why_undivided(traced: Traced, *, assume_independent_rows: bool = False) -> str:

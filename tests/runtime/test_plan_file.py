@@ -234,6 +234,13 @@ def test_damage_is_named(plan, path, value, words):
         Plan.from_json(json.dumps(changed(plan, path, value)))
 
 
+@pytest.mark.parametrize("kind", ["scatter", "whole", "collect", "divide", "join"])
+def test_a_cut_of_tokens_has_no_tensors_of_its_own(kind):
+    data = changed(CUT, (*FIRST, "actions", 0, "kind"), kind)
+    data["cuts"][0]["shards"] = []
+    assert not Plan.from_json(json.dumps(data)).cuts[0].shards
+
+
 def test_doubled_keys_and_missing_fields_are_refused():
     text = PLACED.to_json()
     with pytest.raises(PlanError, match="twice"):

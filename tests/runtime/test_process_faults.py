@@ -11,6 +11,8 @@ from torch import nn
 
 import autoshard
 from autoshard.errors import ApplyError, PlanError, RankError
+from autoshard.plan import Mesh
+from autoshard.runtime import data_parallel
 from autoshard.runtime import sharded as sharded_replicas
 from autoshard.runtime.collectives import ProcessRanks, lost
 from autoshard.runtime.dispatch import own_name
@@ -116,6 +118,25 @@ def half_sharded():
     assert all(one is before[name] for name, one in model.named_parameters())
 
 
+def half_cut():
+    """As above, where columns are cut before: they are put together again over the groups that they were cut for."""
+    model, plan, given = made("columns")
+    training = dataclasses.replace(plan.workload, mode="training")
+    plan = dataclasses.replace(plan, mesh=Mesh(tp=2), launch="processes", precision="full", workload=training)
+    expected, usual = model(**given)["loss"], data_parallel.recompute_layers
+
+    def failing(model, plan):
+        raise ValueError("no recomputation")
+
+    data_parallel.recompute_layers = failing
+    with pytest.raises((RankError, ValueError), match="no recomputation"):
+        autoshard.apply(model, plan)
+    data_parallel.recompute_layers = usual
+    assert torch.equal(model(**given)["loss"], expected)
+    autoshard.apply(model, plan)
+    assert torch.allclose(model(**given)["loss"], expected)
+
+
 def own_norm():
     """A norm that is one of a rank's parts: ranks scale what they have whole by other numbers."""
     model, plan, given = made("columns")
@@ -139,7 +160,7 @@ def test_two_ranks(tmp_path):
     """In one launch: steps that one rank can't do, blocks that only some run, half of an apply, a norm of parts."""
     jobs = {"stages": (stages,), "own norm": (own_norm,)}
     if torch_releases.SHARDS_REPLICAS:
-        jobs |= {"sharded": (sharded, tmp_path / "last"), "half sharded": (half_sharded,)}
+        jobs |= {"sharded": (sharded, tmp_path / "last"), "half sharded": (half_sharded,), "half cut": (half_cut,)}
     else:
         jobs["refused"] = (refused,)
     run_ranks(run_jobs, 2, jobs)

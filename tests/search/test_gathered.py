@@ -44,11 +44,35 @@ class Sorted(Shared):
         return torch.zeros_like(x).index_add(0, order, torch.cat(parts))
 
 
-def plan_of(model, **wishes):
+class Listed(nn.Module):
+    """Layers that are lists of modules, given in a dict; beside its output there is a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList((nn.Linear(8, 16), nn.Linear(16, 8))) for _ in range(3))
+
+    def forward(self, given):
+        x = given["x"]
+        for up, down in self.layers:
+            x = x + down(up(x).relu())
+        return {"x": x, "layers": len(self.layers)}
+
+
+def plan_of(model, mesh="fsdp=2", inputs=None, **wishes):
     return autoshard.plan(
-        model, {"cpu:0": "1GiB", "cpu:1": "1GiB"}, inputs={"x": torch.randn(4, 8)}, launch="processes",
-        mesh="fsdp=2", workload=Workload(mode="training"), **wishes,
+        model, {"cpu:0": "1GiB", "cpu:1": "1GiB"}, inputs=inputs or {"x": torch.randn(4, 8)}, launch="processes",
+        mesh=mesh, workload=Workload(mode="training"), **wishes,
     )  # fmt: skip
+
+
+def test_a_list_of_modules_is_not_gathered_since_nobody_calls_it():
+    assert plan_of(Listed(), inputs={"given": {"x": torch.randn(4, 8)}}).gathered == ()
+
+
+def test_a_small_last_matrix_does_not_decide_how_many_ranks_there_may_be():
+    """Three columns of the last matrix are no even shares; of a model without layers it is a part of the one block."""
+    model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 3))
+    assert plan_of(model, "tp=2", {"input": torch.randn(4, 8)}).mesh.tp == 2
 
 
 def test_what_may_be_skipped_is_not_gathered_on_its_own():
