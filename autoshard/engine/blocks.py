@@ -32,8 +32,8 @@ LOSSES = ("cross_entropy_loss", "nll_loss", "_log_softmax", "log_softmax")
 class TensorPart:
     """A tensor as an op reads or makes it.
 
-    `storage`: which one it is in, so that views count once; `numel`: for the samples that were traced; `experts`: of
-    how many experts it is the weights, 0 otherwise.
+    `storage`: which one it is in, so that views count once; `numel`: for the samples that were traced; `frozen`: a
+    weight that is not trained; `experts`: of how many experts it is the weights, 0 otherwise.
     """
 
     storage: int
@@ -42,6 +42,7 @@ class TensorPart:
     batch: bool = False
     cut: bool = False
     weight: bool = False
+    frozen: bool = False
     experts: int = 0
 
 
@@ -82,8 +83,9 @@ class Block:
     """Equal layers of a model.
 
     Attributes:
-        count: how many there are; trainable: elements of their parameters, of one of them; cut: those of them that
-            tensor parallelism divides; most_shares: in how many slices (heads, columns), so over so many ranks at most.
+        count: how many there are; elements: of their parameters, of one of them; frozen: those of them that are not
+            trained; cut: those of them that tensor parallelism divides; most_shares: in how many slices (heads,
+            columns), so over so many ranks at most.
         shared: elements of parameters that an earlier block reads, too (tied weights).
         experts: how many experts a token is routed to some of, 0 without; expert_elements: of all of them in one layer;
             expert_cut: those of them that tensor parallelism divides; routed_elements: of what is sent to experts.
@@ -101,13 +103,14 @@ class Block:
     path: str
     count: int
     ops: tuple[OpWork, ...]
-    trainable: int
+    elements: int
     cut_elements: int
     most_shares: int
     reduces: int
     reduced_elements: int
     input_elements: int
     gathered_elements: int = 0
+    frozen: int = 0
     shared: int = 0
     experts: int = 0
     expert_elements: int = 0
@@ -118,6 +121,11 @@ class Block:
     divides_loss: bool = False
     keeps: bool = False
     known: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def trained_part(self) -> float:
+        """The part of its parameters that has gradients and optimizer state."""
+        return 1 - self.frozen / self.elements if self.elements else 1.0
 
     @property
     def layer(self) -> bool:
@@ -183,7 +191,12 @@ class ModelWork:
     @property
     def parameters(self) -> int:
         """Elements of all parameters."""
-        return sum(block.count * block.trainable - block.shared for block in self.blocks)
+        return sum(block.count * block.elements - block.shared for block in self.blocks)
+
+    @property
+    def trained(self) -> float:
+        """Elements of those that have gradients."""
+        return sum(block.trained_part * (block.count * block.elements - block.shared) for block in self.blocks)
 
 
 def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0, causal: bool = True) -> ModelWork:
@@ -210,8 +223,19 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0,
             cuts_loss = any(cut_loss(lookup, group) is not None for group in groups)
             divides_loss = path == "last" and _divides_loss(lookup, found)
             blocks.append(replace(block, cuts_loss=cuts_loss, divides_loss=divides_loss))
+    read = {value for op in graph.ops for value in op.inputs}
+    unread = [prod(one.shape) for one in graph.tensors if one.kind == "parameter" and one.value not in read]
+    blocks += [_unread(sum(unread))] if unread else []
     layers = _layers(found, {block.path for block in blocks if block.layer})
     return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers)
+
+
+def _unread(elements: int) -> Block:
+    """Parameters that the run did not read: they take memory, whole on every rank of tensor parallelism."""
+    return Block(
+        path="first", count=1, ops=(), elements=elements, frozen=elements, cut_elements=0, most_shares=1, reduces=0,
+        reduced_elements=0, input_elements=0,
+    )  # fmt: skip
 
 
 def _layers(found: AxisGroups, wanted: set[str]) -> tuple[str, ...]:
@@ -290,6 +314,7 @@ def _block(
     """One block; `earlier`: the parameters that blocks before it read, to which its own are added."""
     tensors = {tensor.value: tensor for tensor in graph.tensors}
     stored = {graph.values[value].storage for value in tensors}
+    frozen = {graph.values[tensor.value].storage for tensor in graph.tensors if not tensor.trainable}
     read = {value for index in indices for value in graph.ops[index].inputs if value in tensors}
     parameters = [tensors[value] for value in read if tensors[value].kind == "parameter"]
     groups = [group for group in groups if any(group.walk.cut_dims(value, group.factor) for value in read)]
@@ -303,7 +328,7 @@ def _block(
         weight = seen.storage in stored
         return TensorPart(
             storage=seen.storage, numel=prod(seen.shape), itemsize=seen.dtype.itemsize,
-            batch=value in batch, cut=value in cut, weight=weight,
+            batch=value in batch, cut=value in cut, weight=weight, frozen=seen.storage in frozen,
             experts=grouped.get(seen.storage, int(seen.storage in experts)) if weight else 0,
         )  # fmt: skip
 
@@ -323,7 +348,8 @@ def _block(
         path=path,
         count=count,
         ops=tuple(ops),
-        trainable=sum(prod(tensor.shape) for tensor in parameters),
+        elements=sum(prod(tensor.shape) for tensor in parameters),
+        frozen=sum(prod(tensor.shape) for tensor in parameters if not tensor.trainable),
         cut_elements=sum(prod(tensor.shape) for tensor in parameters if tensor.value in cut),
         most_shares=_most_shares(groups, parameters, path in _ENDS),
         reduces=sum(group.reductions for group in groups),

@@ -78,7 +78,8 @@ def volume_of(parts: Iterable[TensorPart], gathered: Iterable[TensorPart] = ()) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """A matrix product of m x k with k x n; `cut`: which of n and k tensor parallelism divides."""
+    """A matrix product of m x k with k x n; `cut`: which of n and k tensor parallelism divides; `frozen`: with a weight
+    that is not trained, so that backward makes one product of it and not two."""
 
     flops: float
     m: int
@@ -87,6 +88,7 @@ class Product:
     batch: bool
     cut: Literal["", "n", "k"]
     experts: int
+    frozen: bool
     weight_elements: int
     moved: Volume
 
@@ -194,6 +196,7 @@ def _product(op: OpWork) -> Product:
         cut = "n" if any(part.cut for part in op.outputs) else "k"
     return Product(
         flops=op.flops, m=op.m, n=op.n, k=op.k, batch=op.batch, cut=cut, experts=op.experts,
+        frozen=any(part.frozen for part in op.inputs),
         weight_elements=sum(part.numel for part in op.inputs if part.weight),
         moved=volume_of((*op.inputs, *op.outputs)),
     )  # fmt: skip

@@ -124,24 +124,26 @@ def outside_bytes(recipe: Recipe, card: Card) -> dict[str, float]:
     return {"context": float(CONTEXT_BYTES), "collectives' buffers": float(groups * COMMUNICATOR_BYTES)}
 
 
-def local_elements(block: Block, recipe: Recipe) -> tuple[float, float]:
-    """Elements of one layer on a rank before FSDP: (outside of experts, of its experts)."""
-    dense = float(block.trainable - block.expert_elements)
+def local_elements(block: Block, recipe: Recipe, *, trained: bool = False) -> tuple[float, float]:
+    """Elements of one layer on a rank before FSDP, or of those that are trained: (outside of experts, of its experts)."""
+    part = block.trained_part if trained else 1.0
+    dense = float(block.elements - block.expert_elements)
     dense -= (block.cut_elements - block.expert_cut) * (1 - 1 / recipe.tp)
     experts = float(block.expert_elements)
     if recipe.expert_tp > 1:
         experts -= block.expert_cut * (1 - 1 / recipe.expert_tp)
-    return dense, experts / recipe.ep
+    return part * dense, part * experts / recipe.ep
 
 
-def live_elements(stage: Stage, recipe: Recipe) -> tuple[float, float]:
+def live_elements(stage: Stage, recipe: Recipe, *, trained: bool = False) -> tuple[float, float]:
     """The same for a whole stage; tied weights once where both ends are on it."""
     dense = experts = 0.0
     paths = {block.path for block, _ in stage}
     for block, count in stage:
-        one, of_experts = local_elements(block, recipe)
+        one, of_experts = local_elements(block, recipe, trained=trained)
         if block.shared and ("first" in paths or block.path == "first"):
-            one -= block.shared / (recipe.tp if block.cut_elements else 1)
+            part = block.trained_part if trained else 1.0
+            one -= part * block.shared / (recipe.tp if block.cut_elements else 1)
         dense, experts = dense + count * one, experts + count * of_experts
     return dense, experts
 
@@ -191,6 +193,7 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
     precision = recipe.precision
     dense, experts = live_elements(stage, recipe)
     shard = dense / recipe.shards + experts / recipe.expert_shards
+    dense, experts = live_elements(stage, recipe, trained=True)
     replicas = recipe.dp if recipe.zero else 1
     optimizer = precision.optimizer_bytes * (
         dense / recipe.shards / replicas + experts / recipe.expert_shards / max(1, replicas // recipe.ep)
@@ -199,7 +202,7 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
         "weights": shard * precision.parameters, "gradients": 0.0, "optimizer": optimizer, "activations": 0.0,
         "unsharded parameters": 0.0, "transient": 0.0, "workspace": workspace_bytes(card),
     }  # fmt: skip
-    sharded, whole = shard * precision.gradients, 0.0
+    sharded, whole = (dense / recipe.shards + experts / recipe.expert_shards) * precision.gradients, 0.0
     if recipe.gathers_once and recipe.num_microbatches > 1:
         whole = (dense + experts) * precision.reduce
     # Gradients of a step before, or of micro-batches before, are there when the fullest micro-batch is.
@@ -234,18 +237,19 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
 
 
 def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
-    """Elements of the largest layer, of the largest block outside of layers; bytes that are whole at the loss."""
-    each = [(block, sum(local_elements(block, recipe)), count) for block, count in stage]
-    largest = max((elements for block, elements, _ in each if block.layer), default=0.0)
-    outer = [elements for block, elements, _ in each if not block.layer]
+    """Trained elements of the largest layer, of the largest block outside of layers; bytes that are whole at the loss."""
+    each = [(block, sum(local_elements(block, recipe)), count) for block, count in stage if block.ops]
+    inside = max((block.trained_part * elements for block, elements, _ in each if block.layer), default=0.0)
+    outside = max((block.trained_part * elements for block, elements, _ in each if not block.layer), default=0.0)
     if recipe.shards < 2:
-        return largest, max(outer, default=0.0), 0.0
+        return inside, outside, 0.0
     if recipe.stays_whole:
         dense, experts = live_elements(stage, recipe)
-        return largest, max(outer, default=0.0), (dense + experts) * recipe.precision.compute
+        return inside, outside, (dense + experts) * recipe.precision.compute
+    largest = max((elements for block, elements, _ in each if block.layer), default=0.0)
     layers = sum(min(GATHERED_LAYERS, count) for block, _, count in each if block.layer)
-    whole = sum(outer) + min(GATHERED_LAYERS, layers) * largest
-    return largest, max(outer, default=0.0), whole * recipe.precision.compute
+    whole = sum(elements for block, elements, _ in each if not block.layer)
+    return inside, outside, (whole + min(GATHERED_LAYERS, layers) * largest) * recipe.precision.compute
 
 
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:

@@ -265,9 +265,9 @@ def accumulate_seconds(setting: Setting, block: Block) -> float:
     Of the first there is nothing to add. What `fsdp` reduces for each micro-batch is added up in shards.
     """
     recipe, precision = setting.recipe, setting.recipe.precision
-    dense, experts = local_elements(block, recipe)
+    dense, experts = local_elements(block, recipe, trained=True)
     if not recipe.gathers_once:
-        dense, experts = (dense - block.shared) / recipe.shards, experts / recipe.expert_shards
+        dense, experts = (dense - block.trained_part * block.shared) / recipe.shards, experts / recipe.expert_shards
     nbytes = (dense + experts) * (2 * min(4, precision.gradients) + precision.compute)
     again = 1 - 1 / recipe.num_microbatches
     return again * nbytes / (setting.card.bytes_per_second * setting.reached.memory)
@@ -281,19 +281,20 @@ def _slowed(compute: float, network: float, part: float) -> float:
 def _sharding_seconds(setting: Setting, block: Block) -> tuple[float, float]:
     """Gathering the parameters of one layer, and reducing its gradients, for one micro-batch."""
     recipe, network = setting.recipe, setting.network
-    if recipe.shards < 2:
+    if recipe.shards < 2 or not block.ops:
         return 0.0, 0.0
     dense, experts = local_elements(block, recipe)
     dense -= block.shared
+    trained = block.trained_part
     group = group_of(network.topology, recipe.shards, recipe.stride("cp"))
     gather = network.all_gather(group, dense * recipe.precision.compute)
-    reduce = network.reduce_scatter(group, dense * recipe.precision.reduce)
+    reduce = network.reduce_scatter(group, trained * dense * recipe.precision.reduce)
     if experts and recipe.expert_shards > 1:
         apart = group_of(network.topology, recipe.expert_shards, recipe.stride("cp") * recipe.ep)
         gather += network.all_gather(apart, experts * recipe.precision.compute)
-        reduce += network.reduce_scatter(apart, experts * recipe.precision.reduce)
+        reduce += network.reduce_scatter(apart, trained * experts * recipe.precision.reduce)
     if recipe.dp > 1:
-        nbytes = (dense / recipe.shards + experts / recipe.expert_shards) * recipe.precision.reduce
+        nbytes = trained * (dense / recipe.shards + experts / recipe.expert_shards) * recipe.precision.reduce
         reduce += network.all_reduce(setting.group("dp", recipe.dp), nbytes)
     once = recipe.num_microbatches
     return (gather / once if recipe.stays_whole else gather), (reduce / once if recipe.gathers_once else reduce)
@@ -387,7 +388,7 @@ def synchronised_seconds(setting: Setting, stage: Stage) -> float:
     if recipe.dp * recipe.cp < 2 or recipe.fsdp > 1:
         return 0.0
     group = group_of(network.topology, recipe.dp * recipe.cp, recipe.stride("cp"))
-    dense, experts = live_elements(stage, recipe)
+    dense, experts = live_elements(stage, recipe, trained=True)
     elements = dense + experts / min(recipe.ep, group.size)
     if recipe.zero:
         reduced = network.reduce_scatter(group, elements * recipe.precision.reduce)
@@ -398,7 +399,7 @@ def synchronised_seconds(setting: Setting, stage: Stage) -> float:
 def optimizer_seconds(setting: Setting, stage: Stage) -> float:
     """Seconds of the optimizer's step on one rank of a stage."""
     recipe, precision = setting.recipe, setting.recipe.precision
-    dense, experts = live_elements(stage, recipe)
+    dense, experts = live_elements(stage, recipe, trained=True)
     elements = dense / recipe.shards + experts / recipe.expert_shards
     if recipe.zero:
         elements /= recipe.dp

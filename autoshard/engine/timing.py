@@ -96,7 +96,9 @@ def layer_seconds(block: Block, share: Share, recipe: Recipe, card: Card, reache
     fused, padded = not recipe.op_by_op, recipe.stack == "compiled"
     products = [product_seconds(product, share, card, reached, padded=padded) for product in sums.products]
     forward = sum(products)
-    backward = 2 * forward
+    backward = sum(
+        seconds * (1 if product.frozen else 2) for seconds, product in zip(products, sums.products, strict=True)
+    )
     for attention in sums.attentions:
         seconds, back = attention_seconds(attention, share, recipe, card, reached)
         forward, backward = forward + seconds, backward + back

@@ -224,7 +224,7 @@ def _those_that_run(recipes: Iterable[Recipe], make: Callable[[Recipe], Made]) -
 def _least_bytes(task: SearchTask, recipe: Recipe) -> float:
     """Bytes of parameters, gradients and optimizer state of a rank, if all were divided evenly."""
     precision = recipe.precision
-    each = task.work.parameters / (recipe.pp * recipe.tp * recipe.shards)
+    ranks = recipe.pp * recipe.tp * recipe.shards
     optimizer = precision.optimizer_bytes / (recipe.dp if recipe.zero else 1)
-    states = 0.9 * each * (precision.parameters + precision.gradients + optimizer)
-    return states + sum(outside_bytes(recipe, task.card).values())
+    states = task.work.parameters * precision.parameters + task.work.trained * (precision.gradients + optimizer)
+    return 0.9 * states / ranks + sum(outside_bytes(recipe, task.card).values())

@@ -151,6 +151,31 @@ def test_sequences_in_parts_have_whole_logits_where_apply_makes_them(samples, nb
     assert made.seconds > parts.seconds
 
 
+def test_frozen_parameters_have_no_gradients_and_unread_ones_take_memory():
+    ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
+    workload = Workload(batch_size=4, sequence_length=64, mode="training")
+
+    def step(*, frozen: bool, unread: int = 1):
+        with torch.device("meta"):
+            model = Decoder(256, 2)
+            model.later = nn.Linear(unread, unread, bias=False)
+        for layer in model.layers if frozen else ():
+            layer.requires_grad_(requires_grad=False)
+        work = trace(model, {"ids": ids, "labels": ids}, workload)
+        asked = Asked(precision="full", given=Fixed(mesh={"fsdp": 2}, micro_batch=1))
+        best = search(make_task(work, parse_devices("2xA100-40GB"), asked)).best
+        assert best is not None
+        layers = sum(one.numel() for one in model.layers.parameters())
+        return best.seconds, best.estimate.memory.curve[-1], layers
+
+    seconds, whole, layers = step(frozen=False)
+    faster, part, _ = step(frozen=True)
+    _, more, _ = step(frozen=True, unread=512)
+    assert faster < seconds and part.weights == whole.weights
+    assert (whole.optimizer - part.optimizer, whole.gradients - part.gradients) == (8 * layers / 2, 4 * layers / 2)
+    assert more.weights - part.weights == 4 * (512**2 - 1) / 2 and more.optimizer == part.optimizer
+
+
 def test_logits_that_leave_no_room_are_named():
     work = traced(samples=1, tokens=262144)
     with pytest.raises(PlanError, match=r"10\.0 GiB are logits and their copies around the loss.* It fits on 4"):
