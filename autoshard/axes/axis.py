@@ -12,6 +12,7 @@ never cut.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import gcd, prod
 
 Axis = tuple["Factor | Cat", ...]
@@ -85,9 +86,26 @@ def resolve(axis: Axis) -> Axis:
         elif term.bound is None:
             found.append(term)
         else:
-            term.bound = resolve(term.bound)
-            found.extend(term.bound)
+            found.extend(_bound_of(term))
     return tuple(found)
+
+
+def _bound_of(term: Factor) -> Axis:
+    """What a bound factor is, resolved from the inside: a sequence taken token by token nests as deep as it is long."""
+    order: list[Factor] = []
+    todo: list[Factor | Cat] = [term]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, Cat):
+            todo.extend(chain(*one.segments))
+        elif one.bound is not None:
+            order.append(one)
+            todo.extend(one.bound)
+    found: Axis = ()
+    for inner in reversed(order):
+        assert inner.bound is not None
+        inner.bound = found = resolve(inner.bound)
+    return found
 
 
 def _flat(cat: Cat) -> Cat:

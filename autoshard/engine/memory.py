@@ -125,7 +125,7 @@ def outside_bytes(recipe: Recipe, card: Card) -> dict[str, float]:
 
 
 def local_elements(block: Block, recipe: Recipe, *, trained: bool = False) -> tuple[float, float]:
-    """Elements of one layer on a rank before FSDP, or of those that are trained: (outside of experts, of its experts)."""
+    """Elements of a layer, or of those that are trained, on a rank before FSDP: (outside of experts, of experts)."""
     part = block.trained_part if trained else 1.0
     dense = float(block.elements - block.expert_elements)
     dense -= (block.cut_elements - block.expert_cut) * (1 - 1 / recipe.tp)
@@ -237,7 +237,7 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
 
 
 def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
-    """Trained elements of the largest layer, of the largest block outside of layers; bytes that are whole at the loss."""
+    """Trained elements of the largest layer, and of the largest block outside; bytes that are whole at the loss."""
     each = [(block, sum(local_elements(block, recipe)), count) for block, count in stage if block.ops]
     inside = max((block.trained_part * elements for block, elements, _ in each if block.layer), default=0.0)
     outside = max((block.trained_part * elements for block, elements, _ in each if not block.layer), default=0.0)

@@ -1,10 +1,11 @@
 """Precision by name: bytes per element of what training and inference keep."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from autoshard.errors import SpecError
+from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,7 +14,7 @@ class Precision:
 
     `parameters`: of what is kept, less than one where they are quantised (scales included); `compute`: of what kernels
     read, also of activations and of gathered parameters; `master`: of a second copy of the parameters for the
-    optimizer, 0 without; `moments`: of each of two moments.
+    optimizer, 0 without; `moments`: of each moment, of which the optimizer has so many `states`.
     """
 
     parameters: float = 4
@@ -22,11 +23,12 @@ class Precision:
     reduce: int = 4
     master: int = 0
     moments: float = 4
+    states: int = 2
 
     @property
     def optimizer_bytes(self) -> float:
         """Bytes per parameter that only the optimizer reads."""
-        return self.master + 2 * self.moments
+        return self.master + self.states * self.moments
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
@@ -46,10 +48,12 @@ STORED_BYTES: Mapping[str, float] = MappingProxyType(
     {"int8": 1 + 2 / 128, "fp8": 1.0, "int4": 0.5 + 2 / 64, "4bit": 0.5 + 2 / 64, "nf4": 0.5 + 2 / 64}
 )
 
+FEWER_BITS: Mapping[str, str] = MappingProxyType({"int8": "8-bit", "int4": "4-bit"})
+"""Of weights, by dtype, in words: what is offered where a model has no room."""
 COMPUTED_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8})
 
 
-def training_precision(name: str, dtype: str) -> tuple[str, Precision]:
+def training_precision(name: str, dtype: str, optimizer: str = "adamw") -> tuple[str, Precision]:
     """The precision of a name; "auto" is "mixed" for models of 16 bits and "full" for others, which leaves 64 bits.
 
     Raises `SpecError` for another name.
@@ -58,7 +62,8 @@ def training_precision(name: str, dtype: str) -> tuple[str, Precision]:
         name = "mixed" if dtype in ("bfloat16", "float16") else "full"
     if name not in PRECISIONS:
         raise SpecError(f"unknown precision {name!r}: use auto, {', '.join(PRECISIONS)}.")
-    return name, DOUBLE if name == "full" and dtype == "float64" else PRECISIONS[name]
+    precision = DOUBLE if name == "full" and dtype == "float64" else PRECISIONS[name]
+    return name, replace(precision, states=OPTIMIZER_STATE_TENSORS[optimizer])
 
 
 def inference_precision(dtype: str) -> Precision:

@@ -136,7 +136,8 @@ def alone(task: SearchTask, found: Searched) -> RecipeEstimate | None:
     best = found.best
     assert best is not None
     one = search(replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))).best
-    if one is None or one.value(task.goal) > WORTH_STARTING * best.value(task.goal):
+    worth = AS_GOOD if task.goal == "memory" else WORTH_STARTING
+    if one is None or one.value(task.goal) > worth * best.value(task.goal):
         return None
     return one
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_seconds
+from autoshard.engine.precision import FEWER_BITS
 from autoshard.engine.pricer import price
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
@@ -15,7 +16,6 @@ from autoshard.search.processes import Asked, plan_processes
 from autoshard.search.reasons import shown_mesh
 from autoshard.search.traced import trace
 
-FEWER_BITS = {"int8": "8-bit", "int4": "4-bit"}
 STORES = ("cpu", "disk")
 
 

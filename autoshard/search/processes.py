@@ -85,7 +85,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     training = traced.workload.training
     stored = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
     if training:
-        _, precision = training_precision(asked.precision, stored)
+        _, precision = training_precision(asked.precision, stored, traced.workload.optimizer)
     else:
         precision = inference_precision(stored)
     compute = {4: "float32", 8: "float64"}.get(precision.compute, "bfloat16")
@@ -307,7 +307,10 @@ def recipe_of(plan: Plan) -> Recipe:
     """The recipe that a plan for processes says."""
     assert plan.mesh is not None
     training, layers, count = plan.workload.training, len(plan.layers), max(1, len(plan.stages))
-    precision = training_precision(plan.precision, "")[1] if training else inference_precision(plan.precision)
+    if training:
+        _, precision = training_precision(plan.precision, "", plan.workload.optimizer)
+    else:
+        precision = inference_precision(plan.precision)
     even = [end - begin for begin, end in pairwise(boundaries_of(layers, count, layers / count))]
     own = [len(plan.layers_of(stage)) for stage in plan.stages]
     return on_mesh(

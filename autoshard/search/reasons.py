@@ -7,9 +7,9 @@ from math import inf
 from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.memory import Memory, RecipeEstimate
-from autoshard.engine.precision import PRECISIONS
+from autoshard.engine.precision import FEWER_BITS, PRECISIONS, inference_precision
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, is_run, part_of, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Goal, Searched, SearchTask, is_run, part_of, search
 
 NO_LESS = 0.95
 """Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
@@ -66,7 +66,7 @@ def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
             again += f", but not in the last {_counted(recipe.kept_layers, 'layer')}, whose activations are all kept"
         who = "each replica" if task.devices > 1 else "it"
         yield f"{who} computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
-        if task.precision == PRECISIONS["pure"]:
+        if task.precision.parameters < 4 and not task.precision.master:
             yield "all is kept in 16 bits, so small updates of weights are lost; --precision mixed keeps float32"
     if task.devices > 1 and task.limits.samples > 1 and task.limits.why_not:
         more = " and no micro-batches" if task.training and not task.given.in_parts else ""
@@ -123,18 +123,20 @@ def _others(task: SearchTask, found: Searched) -> Iterator[str]:
         shown += 1
         factor = other.value(task.goal) / best.value(task.goal)
         why = "" if is_run(task, other.recipe) or not is_run(task, best.recipe) else "; generate() runs in no stages"
-        yield f"not chosen: {shown_mesh(other.recipe)}: {format_seconds(other.seconds)}, {beside(factor)}{why}"
+        long = f"{format_seconds(other.seconds)}, {beside(factor, task.goal)}"
+        yield f"not chosen: {shown_mesh(other.recipe)}: {long}{why}"
     fit = _counted(len(found.ranking), "mesh fits", "meshes fit")
     yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
 
 
-def beside(factor: float) -> str:
-    """Say how long another recipe takes, as a multiple of the one that is taken."""
+def beside(factor: float, goal: Goal) -> str:
+    """Say how long another recipe takes, or how much memory, as a multiple of the one that is taken."""
+    long, less, faster = ("the memory", " memory", "smaller") if goal == "memory" else ("as long", "", "faster")
     if factor >= 1.005:
-        return f"{factor:.2f} times as long"
+        return f"{factor:.2f} times {long}"
     if factor * AS_GOOD < 1:
-        return f"{1 - factor:.0%} less"
-    return "no faster by enough for what it adds"
+        return f"{1 - factor:.0%} less{less}"
+    return f"no {faster} by enough for what it adds"
 
 
 def _kind(recipe: Recipe) -> tuple[bool, ...]:
@@ -178,6 +180,8 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
                 f"{task.devices} stages need as many layers that are alike, and the model has {task.limits.layers}. "
                 'Use fewer devices, or launch="one-process", whose stages may begin at any module.'
             )
+        if task.given.in_parts:
+            return f"{said} in the micro-batches that were asked for. Leave them out, or give what makes up the batch."
         return f"{said}. Give a batch that the number of devices divides, or other degrees."
     needed, most = closest.memory.used, _largest(closest.memory, 3)
     lacking = needed - task.card.memory_bytes
@@ -212,9 +216,13 @@ def remedy(task: SearchTask) -> str:
     """The first change that makes it fit, tried with the same search."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []
-    if task.training and task.precision == PRECISIONS["mixed"]:
-        pure = replace(free, precision=PRECISIONS["pure"])
+    if task.training and task.precision == replace(PRECISIONS["mixed"], states=task.precision.states):
+        pure = replace(free, precision=replace(PRECISIONS["pure"], states=task.precision.states))
         tried.append(("With weights, gradients and moments of 16 bits (--precision pure) it fits: ", pure))
+    for dtype, bits in FEWER_BITS.items():
+        fewer = replace(free, precision=inference_precision(dtype))
+        if not task.training and fewer.precision.parameters < task.precision.parameters:
+            tried.append((f"With {bits} weights (--dtype {dtype}) it fits: ", fewer))
     for factor in (2, 4, 8, 16, 32, 64):
         more = replace(free, topology=replace(task.topology, hosts=task.topology.hosts * factor))
         tried.append((f"It fits on {task.devices * factor} such devices: ", more))

@@ -108,7 +108,7 @@ def _rows(task: SearchTask, found: Searched, own: RecipeEstimate) -> Iterator[Ro
         yield Row(
             mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=one.tokens_per_second,
             peak_bytes=int(one.memory.used), chosen=mine,
-            beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal)),
+            beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal), task.goal),
         )  # fmt: skip
 
 

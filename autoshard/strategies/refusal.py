@@ -56,7 +56,7 @@ def _remedy(
                 return f"It was checked that it fits if {short.name} has {format_bytes(more)} more."
         return ""
 
-    said = with_memory() if 0 < extra <= short.memory_bytes / 2 else ""
+    said = with_memory() if 0 < extra <= short.memory_bytes / 2 or short.name == "cpu" else ""  # there is one CPU
     if said:
         return said
     lack = float(np.sum(chain.resident_bytes)) - float(np.maximum(chain.capacity_bytes, 0).sum())

@@ -126,6 +126,39 @@ def test_a_schedule_that_needs_more_layers_says_how_many():
         task_on("8xA100-40GB", given=Fixed(mesh={"pp": 8}, schedule="interleaved"))
 
 
+def test_an_optimizer_without_states_keeps_none_in_estimates_of_the_plan_too():
+    work = traced()
+    plain = replace(work, workload=replace(work.workload, optimizer="sgd"))
+    asked = Asked(given=Fixed(mesh={"fsdp": 2}))
+    for one, states in ((work, 2), (plain, 0)):
+        plan, found, _ = plan_processes(one, parse_devices("2xA100-40GB"), asked)
+        assert found.best is not None
+        assert found.best.memory.curve[0].bytes["optimizer"] == 4 * states * work.work.parameters / 2
+        figures = estimate_processes(plan, one, parse_devices("2xA100-40GB"))
+        assert figures.latency_seconds == pytest.approx(found.best.seconds)
+
+
+def test_what_makes_memory_small_uses_all_devices_and_is_compared_in_memory():
+    model, ids = Decoder(width=1024), torch.zeros(1, 64, dtype=torch.long)
+    workload = autoshard.Workload(batch_size=1, sequence_length=64, new_tokens=32)
+    found = choose(
+        model, {"ids": ids}, workload, parse_devices("4xA100-40GB"), strategy="auto", objective="memory",
+        wishes=Wishes(),
+    )  # fmt: skip
+    assert found is not None and found.plan.mesh == Mesh(tp=4)
+    assert any("times the memory" in reason for reason in found.plan.reasons)
+
+
+def test_an_answer_that_has_no_room_is_offered_fewer_bits():
+    with pytest.raises(PlanError, match=r"With 8-bit weights \(--dtype int8\) it fits: tp=2"):
+        plan_processes(traced(4096, 80, training=False, new_tokens=8, samples=1), parse_devices("2xT4"), Asked())
+
+
+def test_micro_batches_that_do_not_make_up_the_batch_are_named():
+    with pytest.raises(PlanError, match="batch of 32 samples in the micro-batches that were asked for"):
+        plan_processes(traced(), parse_devices("4xA100-40GB"), Asked(given=Fixed(mesh={"tp": 4}, micro_batch=3)))
+
+
 def test_more_replicas_than_samples_are_refused():
     with pytest.raises(PlanError, match="Give --batch 8 or more"):
         task_on("8xA100-40GB", samples=4, given=Fixed(mesh={"fsdp": 8}))
@@ -166,14 +199,15 @@ def test_frozen_parameters_have_no_gradients_and_unread_ones_take_memory():
         best = search(make_task(work, parse_devices("2xA100-40GB"), asked)).best
         assert best is not None
         layers = sum(one.numel() for one in model.layers.parameters())
-        return best.seconds, best.estimate.memory.curve[-1], layers
+        return best.seconds, best.memory.curve[-1].bytes, layers
 
     seconds, whole, layers = step(frozen=False)
     faster, part, _ = step(frozen=True)
     _, more, _ = step(frozen=True, unread=512)
-    assert faster < seconds and part.weights == whole.weights
-    assert (whole.optimizer - part.optimizer, whole.gradients - part.gradients) == (8 * layers / 2, 4 * layers / 2)
-    assert more.weights - part.weights == 4 * (512**2 - 1) / 2 and more.optimizer == part.optimizer
+    assert faster < seconds and part["weights"] == whole["weights"]
+    assert whole["optimizer"] - part["optimizer"] == 8 * layers / 2
+    assert whole["gradients"] - part["gradients"] == 4 * layers / 2
+    assert more["weights"] - part["weights"] == 4 * (512**2 - 1) / 2 and more["optimizer"] == part["optimizer"]
 
 
 def test_logits_that_leave_no_room_are_named():
