@@ -15,7 +15,7 @@ from autoshard.engine.price import Step, prepare_step, price_prepared, price_ste
 from autoshard.engine.recipe import Recipe, Stack
 from autoshard.engine.timing import Card
 from autoshard.errors import SpecError
-from autoshard.search.candidates import answer_meshes, answer_recipes, device_counts, step_recipes, training_meshes
+from autoshard.search.candidates import answer_recipes, device_counts, meshes, step_recipes
 from autoshard.search.limits import Fixed, Limits
 
 Goal = Literal["latency", "throughput", "memory"]
@@ -191,7 +191,7 @@ def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried
     def prepare(recipe: Recipe) -> Step:
         return prepare_step(task.work, recipe, task.card, topology)
 
-    for mesh in training_meshes(devices, topology.devices_per_host, task.limits, task.given):
+    for mesh in meshes(devices, topology.devices_per_host, task.limits, task.given, training=True):
         for modes in step_recipes(mesh, task.limits, task.given, task.precision, task.stack):
             if task.leanest:
                 modes = modes[-1:]
@@ -210,7 +210,7 @@ def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried
 
 
 def _answers(task: SearchTask, devices: int) -> Iterator[Tried]:
-    for mesh in answer_meshes(devices, task.limits, task.given):
+    for mesh in meshes(devices, task.topology.devices_per_host, task.limits, task.given, training=False):
         recipes = answer_recipes(mesh, task.limits, task.given, task.precision, task.stack)
         yield from _those_that_run(recipes, partial(price_recipe, task))
 

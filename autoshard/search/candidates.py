@@ -27,15 +27,16 @@ def device_counts(devices: int, per_host: int) -> list[int]:
     return sorted(powers | hosts | {devices}, reverse=True)
 
 
-def training_meshes(devices: int, per_host: int, limits: Limits, given: Fixed) -> Iterator[Mesh]:
-    """Meshes of exactly so many devices for a training step."""
+def meshes(devices: int, per_host: int, limits: Limits, given: Fixed, *, training: bool) -> Iterator[Mesh]:
+    """Meshes of exactly so many devices; answers have no shards that are gathered, and no divided sequences."""
     for tp in _chosen("tp", limits.tensor, given):
         for pp in _chosen("pp", _pipelines(devices // tp, limits), given):
-            for cp in _chosen("cp", _contexts(limits, devices // (tp * pp)), given):
+            contexts = _chosen("cp", _contexts(limits, devices // (tp * pp)), given) if training else (1,)
+            for cp in contexts:
                 rest, left = divmod(devices, tp * pp * cp)
                 if left or (rest > 1 and not limits.divisible) or rest > limits.samples:
                     continue
-                for fsdp in _shardings(rest, per_host // min(per_host, tp * cp), given):
+                for fsdp in _shardings(rest, per_host // min(per_host, tp * cp), given) if training else (1,):
                     dp = rest // fsdp
                     if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
                         continue
@@ -43,21 +44,6 @@ def training_meshes(devices: int, per_host: int, limits: Limits, given: Fixed) -
                         mesh = Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
                         if _runs(mesh, given):
                             yield mesh
-
-
-def answer_meshes(devices: int, limits: Limits, given: Fixed) -> Iterator[Mesh]:
-    """Meshes of exactly so many devices for inference: no shards that are gathered, no divided sequences."""
-    for tp in _chosen("tp", limits.tensor, given):
-        for pp in _chosen("pp", _pipelines(devices // tp, limits), given):
-            dp, left = divmod(devices, tp * pp)
-            if left or dp > limits.samples or (dp > 1 and not limits.divisible):
-                continue
-            if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
-                continue
-            for ep in _chosen("ep", _experts(limits, devices // pp), given):
-                mesh = Mesh(dp=dp, tp=tp, pp=pp, ep=ep)
-                if _runs(mesh, given):
-                    yield mesh
 
 
 def _runs(mesh: Mesh, given: Fixed) -> bool:

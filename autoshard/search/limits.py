@@ -21,7 +21,7 @@ class Limits:
         layers: that can be divided over stages; experts: of a layer, 0 for none.
         tensor: degrees of tensor parallelism; slices: by the path of layers, how many slices ranks share; widest: how
             many devices share them at most.
-        divisible: whether the batch may be divided; why_not: what stands against it.
+        why_not: what stands against dividing the batch, "" for nothing.
     """
 
     samples: int
@@ -32,8 +32,12 @@ class Limits:
     attention: bool
     slices: Mapping[str, int] = field(default_factory=dict)
     widest: int = 1
-    divisible: bool = True
     why_not: str = ""
+
+    @property
+    def divisible(self) -> bool:
+        """Whether the batch may be divided."""
+        return not self.why_not
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +85,6 @@ def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") 
         attention=any(op.kind == "attention" for block in layers for op in block.ops),
         slices={block.path: block.most_shares for block in cut},
         widest=widest,
-        divisible=not why_not,
         why_not=why_not,
     )
 
