@@ -56,12 +56,12 @@ def load_applied(
     """
     mesh = plan.mesh if plan is not None and count_processes() > 1 else None
     ranks = ProcessRanks.of() if mesh is not None else None
-    staged = mesh is not None and mesh.pipeline > 1
+    staged = mesh is not None and mesh.pp > 1
     if plan is not None and (bool(plan.cuts) or shards_stages(plan) if staged else mesh is not None and shards(plan)):
         with together(ProcessRanks.of()):
             _check_divisible(model, sources)
         loader = FileLoader(checkpoint, sources, late=True)
-    elif plan is not None and plan.cuts and (mesh is None or mesh.pipeline * mesh.data == 1):
+    elif plan is not None and plan.cuts and (mesh is None or mesh.pp * mesh.data == 1):
         loader = FileLoader(checkpoint, sources)
     else:
         return _load_whole(model, plan, checkpoint, sources, ranks, mapped and mesh is None)
@@ -115,7 +115,7 @@ def _devices_between_calls(
         device, problem = own_place(plan, ranks, None)
         if device is None or problem is not None:
             raise problem or ApplyError("this process has no device.")
-        staged = plan.mesh is not None and plan.mesh.pipeline > 1
+        staged = plan.mesh is not None and plan.mesh.pp > 1
         own = own_names(plan, ranks, tensors) if staged else set(tensors)
         return {name: device if name in own else META for name in tensors}
     check_belongs(model, plan, tensors)

@@ -71,7 +71,7 @@ def adopt_stage_parameters(
 
     `stage_parameters`: name -> stages. A module that runs in two stages is placed in one.
     """
-    pp_ranks = record.plan.mesh.pipeline if record.plan.mesh is not None else 1
+    pp_ranks = record.plan.mesh.pp if record.plan.mesh is not None else 1
     tensors = named_tensors(model)
     for name, stages in stage_parameters.items():
         readers = dict.fromkeys(stage % pp_ranks for stage in stages)

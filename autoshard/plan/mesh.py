@@ -51,16 +51,6 @@ class Mesh:
         return self.dp * self.fsdp
 
     @property
-    def pipeline(self) -> int:
-        """The number of pipeline ranks."""
-        return self.pp
-
-    @property
-    def tensor(self) -> int:
-        """The number of tensor-parallel ranks of a stage."""
-        return self.tp
-
-    @property
     def cut_ranks(self) -> int:
         """How many ranks share what is cut: matrices, experts or sequences."""
         return self.tp * self.cp * self.ep

@@ -126,7 +126,7 @@ def _check(plan: Any) -> None:
         expect(part.dim >= 0, "results.parts", "a dimension from 0", part.dim)
         expect(0 <= part.cut < len(plan.cuts), "results.parts", "one of the cuts", part.cut)
         _check_axis("results.parts", part.axis, plan.cuts[part.cut].size)
-    if plan.cuts and (plan.mesh is None or plan.mesh.pipeline == 1):
+    if plan.cuts and (plan.mesh is None or plan.mesh.pp == 1):
         first = {"": names[0]}
         expect(plan.placements == first, "placements", f"{first}, as parameters are cut", plan.placements)
 
@@ -156,7 +156,7 @@ def _check_stages(plan: Any) -> None:
     mesh = plan.mesh
     paths = [path for stage in plan.stages for path in stage.paths]
     expect(len(set(paths)) == len(paths), "stages", "different paths", paths)
-    pipeline = mesh.pipeline if mesh is not None else 1
+    pipeline = mesh.pp if mesh is not None else 1
     gathered = mesh is not None and (mesh.sharded or (bool(plan.launch) and mesh.data > 1)) and pipeline == 1
     if plan.stages and not gathered:
         other = sorted(set(paths) ^ set(plan.placements))

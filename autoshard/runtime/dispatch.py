@@ -37,7 +37,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     several, mesh = count_processes() > 1, plan.mesh
     divide: Any = None
     if mesh is not None and several:
-        divide = apply_stages if mesh.pipeline > 1 else apply_replicas if mesh.data > 1 or shards(plan) else None
+        divide = apply_stages if mesh.pp > 1 else apply_replicas if mesh.data > 1 or shards(plan) else None
     if divide is None and not plan.cuts:
         _check_not_cut(model)
         return with_map(placing.apply_plan(model, plan), _map_of(plan))

@@ -59,8 +59,8 @@ def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRa
         return data_groups(mesh, ranks, made)
     replicas = [
         [[mesh.rank(data=d * mesh.fsdp + f, pipeline=p, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
-        for p in range(mesh.pipeline)
-        for t in range(mesh.tensor)
+        for p in range(mesh.pp)
+        for t in range(mesh.tp)
     ]
     shared = _known_group([tuple(members) for same_part in replicas for members in same_part], ranks)
     if mesh.dp == 1:

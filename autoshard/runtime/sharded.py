@@ -170,7 +170,7 @@ def shards(plan: Plan) -> bool:
     mesh = plan.mesh
     if mesh is None:
         return False
-    trained = plan.workload.training and (bool(plan.launch) or (mesh.data > 1 and mesh.pipeline == 1))
+    trained = plan.workload.training and (bool(plan.launch) or (mesh.data > 1 and mesh.pp == 1))
     return mesh.sharded or trained
 
 

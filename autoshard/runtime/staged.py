@@ -174,9 +174,9 @@ def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
             "a plan can't divide a model into stages and shard them over replicas, too: replicas of stages keep all "
             'of a stage. Plan with launch="processes", which does both.'
         )
-    if not plan.stages or len(plan.stages) % plan.mesh.pipeline:
+    if not plan.stages or len(plan.stages) % plan.mesh.pp:
         raise PlanError(
-            f"this plan has {len(plan.stages)} stages for {plan.mesh.pipeline} positions of a pipeline. Plan again "
+            f"this plan has {len(plan.stages)} stages for {plan.mesh.pp} positions of a pipeline. Plan again "
             'with strategy="pipeline".'
         )
     stages = stage_of_tensors(plan, tensors)
@@ -223,7 +223,7 @@ def _record(
     holders: dict[str, tuple[int, ...]] = {}
     for names in tied_groups(tensors):
         places = sorted({stages[name] for name in names})
-        holders.update(dict.fromkeys(names, tuple(dict.fromkeys(stage % mesh.pipeline for stage in places))))
+        holders.update(dict.fromkeys(names, tuple(dict.fromkeys(stage % mesh.pp for stage in places))))
     return PipelineRecord(
         plan=plan,
         ranks=ranks,
@@ -232,7 +232,7 @@ def _record(
         pp_rank=pp_rank,
         tensor_rank=tensor_rank,
         device=device,
-        stages=tuple(range(pp_rank, len(plan.stages), mesh.pipeline)),
+        stages=tuple(range(pp_rank, len(plan.stages), mesh.pp)),
         holders=holders,
         originals={name: tensor.device for name, tensor in tensors.items()},
     )
@@ -262,17 +262,17 @@ def _rank_state(model: nn.Module, plan: Plan, device: torch.device) -> RankState
 
 def _make_groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> ProcessRanks | None:
     """Make the groups along the mesh, and return the ranks that share this stage if several do; all ranks call it."""
-    if mesh.size == mesh.pipeline:
+    if mesh.size == mesh.pp:
         record.control = control_group([list(range(mesh.size))], ranks, record.across, record.made)
         return None
-    data, pipeline, tensor = range(mesh.data), range(mesh.pipeline), range(mesh.tensor)
+    data, pipeline, tensor = range(mesh.data), range(mesh.pp), range(mesh.tp)
     across = [[mesh.rank(data=d, pipeline=p, tensor=t) for p in pipeline] for d in data for t in tensor]
     replicas = [[mesh.rank(data=d, pipeline=p, tensor=t) for d in data] for p in pipeline for t in tensor]
     sharing = [[mesh.rank(data=d, pipeline=p, tensor=t) for t in tensor] for d in data for p in pipeline]
     record.across = group_of(across, ranks, record.made)
     record.replicas = group_of(replicas, ranks, record.made) if mesh.data > 1 else None
     record.control = control_group(across, ranks, record.across, record.made)
-    return group_of(sharing, ranks, record.made) if mesh.tensor > 1 else None
+    return group_of(sharing, ranks, record.made) if mesh.tp > 1 else None
 
 
 def own_cuts(record: PipelineRecord) -> tuple[Cut, ...]:

@@ -46,34 +46,32 @@ def largest(
     `make`: returns what fits and how full the fullest device is, from 0 to 1, or raises an `AutoshardError`. `tried` is
     told of every trial. Raises what `make` raises for the first size.
     """
-    first = max(-(-start // step), 1)
-    made, load = make(first * step)
-    fits: dict[int, float] = {first: load}
-    trials: list[tuple[int, float | None]] = [(first * step, load)]
-    low, high, why = first, 0, ""
-    slow = 0
-    if tried is not None:
-        tried(first * step, load)
-    while high - low != 1 and low * step < MOST:
-        guess = _where_full(fits)
-        if not high:
-            count = min(max(guess, low + 1, 2 * low if len(fits) < 2 else 0), _GROWTH * low)
-        else:
-            middle = (low + high) // 2
-            count = middle if slow >= 2 else min(max(guess, low + 1), high - 1)
-        before = high - low if high else 0
+    trials: list[tuple[int, float | None]] = []
+    fits: dict[int, float] = {}
+    why = ""
+
+    def attempt(count: int) -> Made:
         try:
-            made, load = make(count * step)
+            made, fits[count] = make(count * step)
+        finally:
+            trials.append((count * step, fits.get(count)))
+            if tried is not None:
+                tried(*trials[-1])
+        return made
+
+    low, high = max(-(-start // step), 1), 0
+    made = attempt(low)
+    while high - low != 1 and low * step < MOST:
+        guess = max(_where_full(fits), low + 1)
+        if not high:
+            count = min(max(guess, 2 * low if len(fits) < 2 else 0), _GROWTH * low)
+        else:  # the line may lead astray: every second time the middle
+            count = guess if guess < high and len(trials) % 2 else (low + high) // 2
+        try:
+            made, low = attempt(count), count
         except AutoshardError as error:
             high, why = count, str(error)
-            trials.append((count * step, None))
-        else:
-            low, fits[count] = count, load
-            trials.append((count * step, load))
-        if tried is not None:
-            tried(*trials[-1])
-        slow = slow + 1 if high and before and 2 * (high - low) > before else 0
-    if trials[-1][0] != low * step:
+    if trials[-1][0] != low * step:  # callers keep what was measured last
         made, _ = make(low * step)
     return Largest(size=low * step, made=made, trials=tuple(trials), stopped_by=why)
 

@@ -35,14 +35,14 @@ from autoshard.verify.runner import IN_PARTS, Build, failures_of, run_both
 def runs_as_mesh(plan: Plan | None) -> bool:
     """Whether processes run that are stages or replicas under a plan."""
     mesh = plan.mesh if plan is not None else None
-    return mesh is not None and mesh.pipeline * mesh.data > 1 and count_processes() > 1
+    return mesh is not None and mesh.pp * mesh.data > 1 and count_processes() > 1
 
 
 def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, notes: list[str]) -> Verification:
     """Compare on every rank and tell all of them the same; all call it. `original`: makes the model."""
     notes.append(IN_PARTS)
     batch = plan.batch
-    if work.new_tokens and plan.mesh is not None and plan.mesh.pipeline > 1:
+    if work.new_tokens and plan.mesh is not None and plan.mesh.pp > 1:
         raise VerifyError("generate() does not run in stages over processes, so there is no decode: pass new_tokens=0.")
     if batch is None:
         raise VerifyError("the plan does not say how its batch is divided. Plan again.")
@@ -102,11 +102,11 @@ def _original(
     if mesh.data > 1:
         is_mean = any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
         # A schedule adds up a sum over rows; else each replica counts as much as any other.
-        weight = 1.0 if mesh.pipeline > 1 and not is_mean else 1.0 / mesh.data
+        weight = 1.0 if mesh.pp > 1 and not is_mean else 1.0 / mesh.data
         for parameter in parameters.values():  # tensor ranks and stages of a replica have computed the same
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * weight
             gradient = ranks.all_reduce(gradient.to(device)).to(parameter.device)
-            parameter.grad = gradient / (mesh.pipeline * mesh.tensor) if parameter.requires_grad else None
+            parameter.grad = gradient / (mesh.pp * mesh.tp) if parameter.requires_grad else None
     yield from _trained(model, parameters, work)
 
 

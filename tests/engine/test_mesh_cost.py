@@ -42,10 +42,10 @@ def profiles():
 def plan_on(cluster, profile, mesh, *, cuts=(), microbatches=1, schedule="gpipe"):
     devices = tuple(PlanDevice(name=d.name, memory_bytes=d.memory_bytes, kind=d.kind, host=d.host)
                     for d in cluster.devices[: mesh.size])  # fmt: skip
-    bounds = [4 * i // mesh.pipeline for i in range(mesh.pipeline + 1)]
+    bounds = [4 * i // mesh.pp for i in range(mesh.pp + 1)]
     stages = tuple(Stage(paths=tuple(f"blocks.{i}" for i in range(a, b))) for a, b in pairwise(bounds))
     placements = {path: devices[mesh.rank(pipeline=i)].name for i, stage in enumerate(stages) for path in stage.paths}
-    if mesh.pipeline == 1:
+    if mesh.pp == 1:
         stages, placements = (), {"": devices[0].name}
     return Plan(
         strategy="mesh", objective="latency", workload=profile.workload, devices=devices, placements=placements,
@@ -92,7 +92,7 @@ def test_tokens_are_generated_undivided_and_priced_so(profiles, mesh):
     cluster = _linked([_device("cuda:0", 1e12), _device("cuda:1", 1e12)])
     profile = profiles["inference"]
     profile = replace(profile, workload=replace(profile.workload, new_tokens=4))
-    plan = plan_on(cluster, profile, mesh, microbatches=2 if mesh.pipeline > 1 else 1)
+    plan = plan_on(cluster, profile, mesh, microbatches=2 if mesh.pp > 1 else 1)
     found, whole = price(plan, profile, cluster), price(in_one_piece(plan), profile, cluster)
     assert found.devices == whole.devices and found.latency_seconds == whole.latency_seconds
     assert any("runs undivided" in note for note in found.notes)

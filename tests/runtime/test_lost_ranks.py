@@ -96,7 +96,7 @@ def made(kind):
         "sharded columns": Mesh(fsdp=2, tp=2),
     }[kind]
     plan = plan_of(model, [PATHS], 1, given, parts=1, mesh=mesh)
-    cuts = [columns(24, 2, tuple(PATHS))] if mesh.tensor > 1 else []
+    cuts = [columns(24, 2, tuple(PATHS))] if mesh.tp > 1 else []
     stages = [Stage(paths=(path,)) for path in PATHS] if mesh.sharded else []
     whole = None if kind == "columns" else mesh
     launched = {}
