@@ -20,6 +20,8 @@ from autoshard.plan.workload import Workload
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 DEFAULT_SEQUENCE = 512
 """Tokens per sequence where neither the workload nor the model's limit says otherwise."""
+MOST_TOKENS = 2**30
+"""Token ids that are made for one call: 8 GiB of them."""
 _MAX_LENGTH = ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "max_seq_len")
 
 
@@ -143,8 +145,8 @@ def sequence_length(config: Any, workload: Workload) -> int:
     """Tokens per sequence: the workload's, else `DEFAULT_SEQUENCE`, within the model's own limit."""
     if workload.sequence_length is not None:
         return workload.sequence_length
-    limits = [getattr(config, name, None) for name in _MAX_LENGTH]
-    return min([DEFAULT_SEQUENCE, *(limit for limit in limits if isinstance(limit, int) and limit > 0)])
+    limits = [_look_up(config, name) for name in _MAX_LENGTH]
+    return min([DEFAULT_SEQUENCE, *(limit for limit in limits if limit and limit > 0)])
 
 
 def _tokens(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
@@ -160,6 +162,10 @@ def _tokens(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
     ordinary = [token for token in range(min(vocabulary, 64)) if token not in special] or [0]
     shape = (workload.batch_size or 1, sequence_length(config, workload))
     count = shape[0] * shape[1]
+    if count > MOST_TOKENS:
+        raise CaptureError(
+            f"{count} tokens in one call ({shape[0]} x {shape[1]}) are too many: give a smaller batch or shorter sequences."
+        )
     yield torch.tensor(ordinary).repeat(-(-count // len(ordinary)))[:count].view(shape)
 
 

@@ -8,6 +8,7 @@ import transformers
 from torch import nn
 
 from autoshard.capture.capture import capture
+from autoshard.capture.inputs import derive_inputs, sequence_length
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
 from tests.models import by_name
@@ -114,3 +115,11 @@ def test_decode_of_encoder_decoders_runs_the_encoder_with_the_prompt(name):
 def test_no_cached_step_is_noted():
     graph = capture(built("vit"), workload=Workload(new_tokens=2))
     assert len(graph.phases) == 1 and any("no cached step" in note for note in graph.notes)
+
+
+def test_the_limit_may_be_in_a_config_inside_and_too_many_tokens_are_not_made():
+    assert sequence_length(transformers.CLIPConfig(), Workload()) == 77
+    with torch.device("meta"):
+        model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1))
+    with pytest.raises(CaptureError, match="give a smaller batch or shorter sequences"):
+        derive_inputs(model, Workload(batch_size=10**11, sequence_length=8))
