@@ -164,7 +164,7 @@ def _tokens(config: Any, workload: Workload) -> Iterator[torch.Tensor]:
     count = shape[0] * shape[1]
     if count > MOST_TOKENS:
         raise CaptureError(
-            f"{count} tokens in one call ({shape[0]} x {shape[1]}) are too many: give a smaller batch or shorter sequences."
+            f"{shape[0]} x {shape[1]} tokens in one call are too many: give a smaller batch or shorter sequences."
         )
     yield torch.tensor(ordinary).repeat(-(-count // len(ordinary)))[:count].view(shape)
 
