@@ -12,7 +12,7 @@ A `Ref` stands for a tensor: it is the number of its value. An `Opaque` stands f
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from autoshard import nested
 from autoshard.capture.decode import opaque_tensors
+from autoshard.capture.functions import run_backward, run_forward
 from autoshard.capture.guards import Guard, asking
 from autoshard.capture.record import Recorder
 from autoshard.errors import CaptureError
@@ -59,6 +60,8 @@ class LoggedCall:
         begin, end: the ops it ran.
         args, kwargs: with refs in place of tensors; `output` too.
         grad, autocast: whether gradients and autocast were enabled.
+        gradients: of a function whose backward was run after it, up to op `end_backward`: values that it was given,
+            and per argument the one that it made, None without.
     """
 
     path: str
@@ -71,6 +74,8 @@ class LoggedCall:
     function: Any = None
     grad: bool = True
     autocast: bool = False
+    gradients: tuple[list[int], list[int | None]] | None = None
+    end_backward: int = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,13 +121,16 @@ class CallLog:
         failing: a guard that is told what it raises for, to see that nobody catches it.
         most_ops: with more of them the run is stopped by `TooManyOps`.
         histories: code that asks whether a tensor has a history is told so, and hooks on gradients are noted only.
+        backwards: the backward of a user's autograd function is run after its forward.
     """
 
     def __init__(
-        self, grad: bool, failing: Guard | None = None, most_ops: int | None = None, histories: bool = False
-    ) -> None:
+        self, grad: bool, failing: Guard | None = None, most_ops: int | None = None, histories: bool = False,
+        backwards: bool = False,
+    ) -> None:  # fmt: skip
         self.grad = grad
         self.histories = histories
+        self.backwards = backwards
         self.failing = failing
         self.most_ops = most_ops
         self._start()
@@ -221,10 +229,21 @@ class CallLog:
         if cls.__module__.startswith("torch."):
             return apply(*args, **kwargs)
         call = self._begun("", self._recorder.calls.current, args, kwargs, function=cls)
-        output = apply(*args, **kwargs)
-        self._end(call, output)
+        if not self.backwards or kwargs:
+            output = apply(*args, **kwargs)
+            self._end(call, output)
+        else:
+            output, context = run_forward(cls, args)
+            self._end(call, output)
+            with suppress(AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError):
+                given, made = run_backward(cls, context, output)
+                call.end_backward = self._recorder.log.now
+                call.gradients = [self._ref(one).value for one in given], [self._value_of(one) for one in made]
         self.functions.append(call)
         return output
+
+    def _value_of(self, gradient: Any) -> int | None:
+        return self._ref(gradient).value if isinstance(gradient, torch.Tensor) else None
 
     def _refs(self, value: Any) -> Any:
         try:

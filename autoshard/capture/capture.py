@@ -91,6 +91,7 @@ def record_forward(
     most_ops: int | None = None,
     at_end: Callable[[Find], None] | None = None,
     histories: bool = False,
+    backwards: bool = False,
     level: Level | None = None,
 ) -> tuple[ModelGraph, CallLog]:
     """Record a forward with composite ops as `capture` does, and log how modules were called and what was read.
@@ -99,10 +100,10 @@ def record_forward(
     and the log says where. `real`: what can't be run without values, and has them, is run with them.
     `small_floats`: most elements of floats made by the code that keep their values. `failing`: a guard that is told
     what it raises an error for. `ranks`: which experts, say, are chosen where values are not known. `most_ops`: with
-    more of them the run is stopped. `at_end`: as of a `Run`; `histories`: as of a `CallLog`; `level`: as of
-    `capture`, which tells what is raised, but for `TooManyOps`.
+    more of them the run is stopped. `at_end`: as of a `Run`; `histories`, `backwards`: as of a `CallLog`; `level`: as
+    of `capture`, which tells what is raised, but for `TooManyOps`.
     """
-    call_log = CallLog(grad, failing, most_ops, histories)
+    call_log = CallLog(grad, failing, most_ops, histories, backwards)
     run = Run(model=model, args=args, kwargs=kwargs, workload=Workload(), composite=True, call_log=call_log,
               small_floats=small_floats, ranks=ranks, at_end=at_end)  # fmt: skip
     return _climb(run, level, real), call_log

@@ -25,6 +25,7 @@ from autoshard.axes.walk import where
 from autoshard.capture.call_log import CallLog, Opaque, Ref, TooManyOps, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
+from autoshard.check.functions import keeps_apart
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
 from autoshard.check.question import Question
 from autoshard.check.records import (
@@ -207,7 +208,7 @@ class SampleRun:
                     raise self.refuse(op, f"mixes its rows: it works on the first {part.stop} of them by their places")
 
     def _check_log(self, other: CallLog, rows: int) -> None:
-        """Refuse numbers among the outputs that count rows, and functions whose backward nobody has seen."""
+        """Refuse numbers among the outputs that count rows, and gradients that are hooked, or divided by counts."""
         logs = () if self.question.for_replicas else (self.call_log, other)  # there each has outputs of its own
         mine, its = [dict(nested.leaves_in(call_log.calls[0].output)) for call_log in logs] or ({}, {})
         for path, leaf in mine.items():
@@ -228,10 +229,6 @@ class SampleRun:
                 raise self.refuse(
                     op, "mixes its rows: it divides gradients by how often the batch has a row of its table"
                 )
-        if self.call_log.functions:
-            call = self.call_log.functions[0]
-            op = self.graph.ops[min(call.begin, len(self.graph.ops) - 1)]
-            raise self.refuse(op, f"calls {call.function.__name__}, whose backward may mix its rows")
 
     # ---- the walk
 
@@ -244,6 +241,10 @@ class SampleRun:
             walk.step(op)
         for guard in value_guards:
             self._read(guard)
+        for call in self.call_log.functions if self.question.workload.training else ():
+            if not keeps_apart(walk, call):
+                op = graph.ops[min(call.begin, len(graph.ops) - 1)]
+                raise self.refuse(op, f"calls {call.function.__name__}, whose backward may mix its rows")
         for value in graph.outputs:
             if walk.state(value) == "mixed" and value not in walk.merges.known:
                 raise self._mixed(value, "mixes its rows")

@@ -126,7 +126,7 @@ def record_samples(
     training = question.workload.training
     try:
         graph, call_log = record_forward(
-            question.model, args, kwargs, grad=training, histories=training, real=True,
+            question.model, args, kwargs, grad=training, histories=training, backwards=training, real=True,
             small_floats=SMALL_FLOATS * max(1, rows // ROWS),  # so that the same is known of many samples
             **options,
         )  # fmt: skip

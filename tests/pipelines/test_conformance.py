@@ -22,8 +22,7 @@ MORE = ["translator", "residual"]
 NAMES = [case.name for case in HF_CASES] + MORE
 # Of those that have no stages, why.
 WHOLE = {
-    "clip": "can't be divided", "bloom": "whose backward may mix its rows", "llava": "mixes its rows",
-    "albert": "at most 1",
+    "clip": "can't be divided", "llava": "mixes its rows", "albert": "at most 1",
 }  # fmt: skip
 
 

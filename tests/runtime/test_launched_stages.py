@@ -188,7 +188,7 @@ CASES = {
     "t5": ("t5", "fsdp=2,pp=2", {}),  # the embedding is the head, too
     "mixtral": ("mixtral", "fsdp=2,pp=2", {}),  # with experts that nobody asks
     "cut mixtral": ("mixtral", "pp=2,tp=2", {}),
-    "cut bloom": ("bloom", "pp=2,tp=2", {"assume_independent_rows": True}),  # calls an autograd function of its own
+    "cut bloom": ("bloom", "pp=2,tp=2", {}),  # calls an autograd function of its own
     "cut gemma2": ("gemma2", "pp=2,tp=2", {}),
     "cut and tied": ("tied", "pp=2,tp=2", {}),
 }
