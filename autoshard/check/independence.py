@@ -214,7 +214,6 @@ class SampleRun:
         for path, leaf in mine.items():
             if isinstance(leaf, PLAIN) and path in its and its[path] != leaf and leaf == leaf:
                 raise Mixed(f"the output {path} is {leaf!r} for {ROWS} rows and {its[path]!r} for {rows}")
-        for path, leaf in mine.items():
             if not isinstance(leaf, (Ref, Opaque)) and (what := of_rows(leaf)):
                 raise Mixed(f"the output {path} is {what}")
         for path, kind in self.graph.sealed:
