@@ -3,25 +3,25 @@
     state      how many devices of each kind are used, how many units are placed
     step       one more device with a stage [i, j): state (used, i) -> (used + device, j)
 
-Devices that can be swapped are one kind. A device may stay empty: it is never used. Where a grid of kinds is too large
-a few orders of the devices are looked at. Exact by the model of `chain` where copies into a device cost the same from
-everywhere; else each is priced as if it came over the fastest link, and the answer by `cost_of`.
+Devices that can be swapped are one kind. A device may stay empty: it is never used. Exact by the model of `chain` where
+copies into a device cost the same from everywhere; else each is priced as if it came over the fastest link, and the
+answer by `cost_of`.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
+from autoshard.errors import PlanError
 from autoshard.plan.choices import Objective
 from autoshard.strategies.chain import Array, Cost, cost_of
 from autoshard.strategies.stage_costs import StageCosts
 
-_MOST_STEPS = 6_000
-"""Steps of a grid of kinds up to which every order of the devices is looked at."""
-_SKIPPED = 8
-"""Devices in a row that such an order may leave out, less one."""
+_MOST_STEPS = 60_000
+"""Steps of a grid of kinds: of twelve devices that all differ there are fewer."""
 _MOST_TABLES = 64
 _WORK, _FEWEST_UNITS, _MOST_UNITS = 1e8, 128, 1_000
 """Steps times cells of a table that are looked at quickly, and units that this comes to."""
@@ -29,8 +29,8 @@ _EVEN = 1e-7
 """Part of the model's seconds that a device full to the brim counts more: among equals memory is most even."""
 _SAME = 1 + 1e-9
 Stages = list[tuple[int, int, int]]
-Node = tuple[int, tuple[int, ...]]
-"""Devices passed, and how many are used of each kind."""
+Node = tuple[int, ...]
+"""How many devices are used of each kind."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,19 +77,16 @@ def balanced(
     Where no speed is known the memory is evened out.
     """
     goal = objective if costs.chain.seconds.any() else "memory"
-    networks = [replace(network, all_used=all_used) for network in _networks(costs, room)]
-    found = [_search(costs, room, goal, network) for network in networks]
-    return min((one for one in found if one is not None), key=lambda one: one.value, default=None)
+    return _search(costs, room, goal, replace(_network(costs, room), all_used=all_used))
 
 
 def balanced_low_0(costs: StageCosts, room: Room, objective: Objective = "latency") -> Solution | None:
     """Like balanced, with as little on the first device as the others allow: nothing, where they can hold all."""
-    found = [_search(costs, room, "latency", network, spare=0) for network in _networks(costs, room, apart=0)]
-    least = min((one.cost.memory_bytes[0] for one in found if one is not None), default=None)
+    least = _search(costs, room, "latency", _network(costs, room, apart=0), spare=0)
     if least is None:
         return None
     taken = room.taken_bytes.copy()
-    taken[0] = room.has_bytes[0] - least
+    taken[0] = room.has_bytes[0] - least.cost.memory_bytes[0]
     return balanced(costs, replace(room, taken_bytes=taken), objective)
 
 
@@ -128,8 +125,7 @@ def most_even(costs: StageCosts, room: Room) -> Solution:
 
 def most_units(costs: StageCosts, room: Room) -> int:
     """How many units are not too many for `balanced` on these devices."""
-    steps = max(network.steps for network in _networks(costs, room))
-    return int(min(max((_WORK / steps) ** 0.5, _FEWEST_UNITS), _MOST_UNITS))
+    return int(min(max((_WORK / _network(costs, room).steps) ** 0.5, _FEWEST_UNITS), _MOST_UNITS))
 
 
 # ---- which devices may follow which
@@ -137,67 +133,45 @@ def most_units(costs: StageCosts, room: Room) -> int:
 
 @dataclass(frozen=True, slots=True)
 class SearchNodes:
-    """Nodes and steps of the search: kinds of devices, taken in any order, or one after the other with few left out."""
+    """Nodes and steps of the search: devices of some kinds, taken in any order."""
 
     kinds: list[list[int]]
-    in_order: bool
     pinned: tuple[int, ...]
     all_used: bool = False
 
     @property
     def steps(self) -> float:
-        """How many steps there are, about."""
-        kinds = len(self.kinds)
-        if self.in_order:
-            return float(kinds * min(kinds, _SKIPPED))
-        return prod(float(len(kind) + 1) for kind in self.kinds) * kinds
+        """How many steps there are at most."""
+        return prod(float(len(kind) + 1) for kind in self.kinds) * len(self.kinds)
 
     def following(self, node: Node) -> Iterator[tuple[Node, int, bool]]:
         """Yield the nodes after a node, the device that is passed on the way, and whether it gets a stage."""
-        passed, used = node
-        after = used
         for number, kind in enumerate(self.kinds):
-            if self.in_order:
-                if not passed <= number < passed + (1 if self.all_used else _SKIPPED):
-                    continue
-                rank, device = number + 1, kind[0]
-            else:
-                if used[number] == len(kind):
-                    continue
-                after = (*used[:number], used[number] + 1, *used[number + 1 :])
-                rank, device = passed + 1, kind[used[number]]
-            yield (rank, after), device, True
-            if device in self.pinned:
-                yield (rank, after), device, False
-                if self.in_order:
-                    return
+            if node[number] < len(kind):
+                after, device = (*node[:number], node[number] + 1, *node[number + 1 :]), kind[node[number]]
+                yield after, device, True
+                if device in self.pinned:
+                    yield after, device, False
 
     def ends(self, node: Node) -> bool:
         """Whether no device with pinned units is left, or none at all."""
         if self.all_used:
-            return node[0] == sum(map(len, self.kinds))
-        holding = [number for number, kind in enumerate(self.kinds) if kind[0] in self.pinned]
-        if self.in_order:
-            return node[0] > max(holding, default=-1)
-        return all(node[1][number] for number in holding)
+            return sum(node) == sum(map(len, self.kinds))
+        return all(used or kind[0] not in self.pinned for used, kind in zip(node, self.kinds, strict=True))
 
 
-def _networks(costs: StageCosts, room: Room, apart: int = -1) -> list[SearchNodes]:
-    """All orders of the devices at once if they are few kinds, else the orders that are most likely the best."""
-    pinned = tuple(costs.pinned)
+def _network(costs: StageCosts, room: Room, apart: int = -1) -> SearchNodes:
+    """All orders of the devices; `apart`: a device that is a kind by itself. Raises `PlanError` where they are many."""
     kinds = costs.kinds(room.has_bytes, room.taken_bytes)
     if apart >= 0:
         kinds = [[apart], *([d for d in kind if d != apart] for kind in kinds)]
-    whole = SearchNodes([kind for kind in kinds if kind], False, pinned)
-    if whole.steps <= _MOST_STEPS and (whole.steps * costs.size**2 <= 8 * _WORK or len(kinds) <= 2):
-        return [whole]
-    devices, total = range(costs.chain.num_devices), costs.chain.seconds.sum(axis=1)
-    orders = {
-        tuple(devices): None,
-        tuple(sorted(devices, key=lambda d: float(total[d]))): None,
-        tuple(sorted(devices, key=lambda d: -float(room.left_bytes[d]))): None,
-    }
-    return [SearchNodes([[device] for device in order], True, pinned) for order in orders]
+    network = SearchNodes([kind for kind in kinds if kind], tuple(costs.pinned))
+    if network.steps > _MOST_STEPS:
+        raise PlanError(
+            f"{costs.chain.num_devices} devices of {len(kinds)} kinds can be used in too many orders. Give fewer that "
+            "differ in speed, memory or links: a dozen may."
+        )
+    return network
 
 
 # ---- the dynamic programme
@@ -278,25 +252,23 @@ def _sweep(size: int, network: SearchNodes, priced: Priced, combine: np.ufunc) -
     """Find the way through the network with the least sum, or the least worst, of its stages."""
     begun = np.full(size + 1, np.inf)
     begun[0] = 0.0
-    start: Node = (0, () if network.in_order else (0,) * len(network.kinds))
+    start = (0,) * len(network.kinds)
     values: dict[Node, Array] = {start: begun}
     origins: dict[Node, list[tuple[Node, int, bool]]] = {start: []}
-    ranks: dict[int, list[Node]] = {0: [start]}
-    for rank in range(sum(map(len, network.kinds)) + 1):
-        for node in ranks.get(rank, ()):
-            for after, device, staged in network.following(node):
-                if staged:
-                    value = combine(values[node][:, None], priced(device)[0]).min(axis=0)
-                else:
-                    value = combine(values[node], priced(device)[1])
-                if after not in values:
-                    ranks.setdefault(after[0], []).append(after)
-                    values[after], origins[after] = value, []
-                else:
-                    values[after] = np.minimum(values[after], value)
-                origins[after].append((node, device, staged))
+    waiting = deque([start])  # nodes with fewer devices come first
+    while waiting:
+        node = waiting.popleft()
+        for after, device, staged in network.following(node):
+            if staged:
+                value = combine(values[node][:, None], priced(device)[0]).min(axis=0)
+            else:
+                value = combine(values[node], priced(device)[1])
+            if after not in values:
+                waiting.append(after)
+            values[after] = np.minimum(values[after], value) if after in values else value
+            origins.setdefault(after, []).append((node, device, staged))
     ends = [node for node in values if network.ends(node)]
-    best = min(ends, key=lambda node: (values[node][size], node[0]))
+    best = min(ends, key=lambda node: (values[node][size], sum(node)))
     if values[best][size] == np.inf:
         return None
     return float(values[best][size]), _trace(best, size, values, origins, priced, combine)
