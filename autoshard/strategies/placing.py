@@ -160,9 +160,10 @@ def _rounds(
 ) -> tuple[Room, Checked | None]:  # fmt: skip
     """Solve and check at one depth until nothing new comes; returns what is known of the room then, and the best."""
     seen: set[tuple[int, ...]] = set()
+    lenient = room
     most = _MANY_OPS // max(len(task.profile.graph.ops), 1) - len(task.known)
     for _ in range(min(_ROUNDS, max(most, 1))):
-        solution = task.solve(joined_chains, room)
+        solution = task.solve(joined_chains, room) or task.solve(joined_chains, lenient)
         fits = best is not None and best.estimate.fits
         if solution is None and not fits and not seen:  # the chain may count more than there is
             solution = joined_chains[-1].whole(most_even(joined_chains[-1].costs, room))
@@ -176,19 +177,24 @@ def _rounds(
         found = task.check(solution)
         if best is None or task.rank(found) < task.rank(best):
             best = found
-        room = _corrected(task, joined_chains, room, found)
+        room, lenient = _corrected(task, joined_chains, room, found)
     return room, best
 
 
-def _corrected(task: _Task, joined_chains: Sequence[JoinedChain], room: Room, found: Checked) -> Room:
-    """The room with what used devices, and all that equal them, turned out to hold."""
-    taken, used = room.taken_bytes.copy(), set(found.solution.assignment)
+def _corrected(task: _Task, joined_chains: Sequence[JoinedChain], room: Room, found: Checked) -> tuple[Room, Room]:
+    """The room with what used devices, and all that equal them, turned out to hold; and with half of what was too much.
+
+    What is too much may depend on the solution: then the whole of it leaves no room for others.
+    """
+    taken, lenient = room.taken_bytes.copy(), room.taken_bytes.copy()
+    used = set(found.solution.assignment)
     held = cost_of(task.chain, found.solution.assignment).memory_bytes
     for kind in joined_chains[0].costs.kinds(room.has_bytes):
         rows = [(device, found.estimate.devices[device]) for device in kind if device in used]
         if rows:
             taken[kind] = max(row.peak_bytes - held[device] for device, row in rows)
-    return replace(room, taken_bytes=taken)
+            lenient[kind] = taken[kind] - max(max(-row.free_bytes for _, row in rows), 0) / 2
+    return replace(room, taken_bytes=taken), replace(room, taken_bytes=lenient)
 
 
 def levels(chain: Chain, room: Room) -> Iterator[list[JoinedChain]]:
