@@ -162,16 +162,20 @@ def _stages(
     """Stages whose slowest is as fast as can be, or whose fullest is as empty, with m micro-batches.
 
     In training a device holds the activations of all of them, or with recomputation what came into each layer. Devices
-    compute while they are sent something, so copies are left out. `part`: the run of one micro-batch.
+    compute while they are sent something: stages are found with and without what copies take. `part`: the run of one
+    micro-batch.
     """
     units, training = find_units(profile), profile.graph.backward_begin < len(profile.graph.ops)
     begins = _layer_begins(units, len(devices))
     layer = np.searchsorted(begins, np.arange(len(units.paths)), side="right") - 1
-    plain = join(_of_microbatches(profile, part, replace(cluster, devices=devices), m), layer)
-    assert plain is not None
-    runs = np.bincount(layer[units.op_unit], op_seconds(profile, devices[0]) > 0, plain.num_units)
-    capacity = Room.of(room * plain.capacity_bytes)
-    for chain in (plain, *((_recomputing(profile, plain, layer, m),) if training else ())):
+    whole = join(_of_microbatches(profile, part, replace(cluster, devices=devices), m), layer)
+    assert whole is not None
+    inner = (whole.edge_unit < whole.num_units) & (whole.tensor_unit[whole.edge_tensor] >= 0)
+    plain = replace(whole, edge_tensor=whole.edge_tensor[inner], edge_unit=whole.edge_unit[inner])
+    again = _recomputing(profile, plain, layer, m) if training else None
+    runs = np.bincount(layer[units.op_unit], op_seconds(profile, devices[0]) > 0, whole.num_units)
+    capacity = Room.of(room * whole.capacity_bytes)
+    for chain in (plain, _copied_at_once(whole), *((again, _copied_at_once(again)) if again is not None else ())):
         found = balanced(StageCosts(chain), capacity, "memory" if goal == "memory" else "throughput", all_used=True)
         if found is None:
             continue
@@ -187,15 +191,20 @@ def _stages(
         )  # fmt: skip
 
 
+def _copied_at_once(chain: Chain) -> Chain:
+    none = np.zeros_like(chain.link_seconds)
+    return replace(chain, link_seconds=none, link_bytes_per_second=none + np.inf)
+
+
 def _of_microbatches(profile: Profile, part: Profile, cluster: Cluster, m: int) -> Chain:
-    """The chain of m micro-batches, of which in inference one after the other is there; copies take no time."""
+    """The chain of m micro-batches, of which in inference one after the other is there."""
     units = find_units(profile)
     chain = chain_from_profile(profile, cluster, units=units)
     there = 1 if profile.graph.backward_begin < len(profile.graph.ops) else m
-    none = np.zeros_like(chain.link_seconds)
     return replace(
         chain, seconds=m * unit_seconds(part, cluster, units), transient_bytes=chain.transient_bytes / m, ties=(),
-        tensor_bytes=chain.tensor_bytes / there, link_seconds=none, link_bytes_per_second=none + np.inf,
+        tensor_bytes=chain.tensor_bytes / there, link_seconds=m * chain.link_seconds,
+        link_bytes_per_second=chain.link_bytes_per_second / there,
     )  # fmt: skip
 
 
