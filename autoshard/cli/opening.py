@@ -171,6 +171,7 @@ def open_plan(
     asked = change(plan.workload) if change is not None else plan.workload
     if asked != plan.workload:
         plan = for_workload(plan, asked) if plan.launch else for_size(plan, asked)
+        plan = replace(plan, reasons=("planned for another workload, and not again for what is priced here",))
     unknown = [device.name for device in plan.devices if not device.memory_bytes]
     if unknown and devices is None and memory_known:
         raise SpecError(

@@ -73,6 +73,8 @@ class WorkloadOptions:
         """The workload that options describe; without any it is an assumed one."""
         if self.optimizer is not None and not self.train:
             raise SpecError("--optimizer is read with --train only. Add --train, or leave it out.")
+        if self.new_tokens and self.train:
+            raise SpecError("--new-tokens is read without --train only: a training step generates none. Leave one out.")
         return Workload(
             batch_size=self.batch,
             sequence_length=self.seq,

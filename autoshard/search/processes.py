@@ -279,7 +279,8 @@ def for_workload(plan: Plan, workload: Workload) -> Plan:
     count, left = divmod(workload.batch_size or at_once, at_once)
     if left or not count:
         raise PlanError(
-            f"the plan computes {at_once} samples at once, and a batch of {workload.batch_size} is no multiple of that."
+            f"the plan computes {at_once} samples at once, and a batch of {workload.batch_size} is no multiple "
+            "of that: give one that is, or plan again."
         )
     return replace(plan, workload=workload, num_microbatches=count)
 

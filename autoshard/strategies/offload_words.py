@@ -30,8 +30,9 @@ def explain_offload(
     """Say why modules are offloaded, where the others are, what bounds the pass, and how far from the best it is."""
     estimate = found.estimate
     streaming = estimate.streaming
-    assert streaming is not None
     using = sorted(set(found.placements.values()), key=cluster.names.index)
+    if streaming is None:
+        return (f"all of it has room on {' and '.join(using)}, and nothing is brought for a call",)
     room = sum(cluster.device(name).budget_bytes for name in using)
     weights = profile.parameter_bytes
     reasons = []

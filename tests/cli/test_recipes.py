@@ -122,6 +122,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(net):
 
 def test_an_estimate_keeps_what_options_leave_out_and_fails_where_it_does_not_fit(plan_file):
     more = json.loads(run("estimate", plan_file, "--batch", "128", "--json").output)
+    assert more["plan"]["reasons"] == ["planned for another workload, and not again for what is priced here"]
     assert more["plan"]["workload"]["mode"] == "training" and more["plan"]["workload"]["batch_size"] == 128
     same = json.loads(run("estimate", plan_file, "--json").output)
     assert more["plan"]["num_microbatches"] == 2 * same["plan"]["num_microbatches"]

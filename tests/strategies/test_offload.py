@@ -235,3 +235,9 @@ def test_a_refusal_says_how_much_lacks_and_that_is_enough(profile, spec, grows) 
 def test_a_host_with_too_little_memory_to_read_the_disk_through_is_refused(profile) -> None:
     with pytest.raises(PlanError, match="of cpu, which has room for"):
         make_plan(profile, parse_devices({"cuda:0": "600KiB", "cpu": "450KiB", "disk": "64MiB"}))
+
+
+def test_room_is_left_for_results_though_all_would_fit():
+    """What balanced_low_0 moves to the CPU is slower than all on the card, of which nothing has to be brought."""
+    plan = make_plan(profile_of(new_tokens=8), parse_devices("1xRTX4090,cpu=64GiB"), strategy="balanced_low_0")
+    assert not plan.offloaded and "nothing is brought" in plan.reasons[0]
