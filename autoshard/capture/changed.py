@@ -1,4 +1,4 @@
-"""Inputs that a recorded run writes in place: the caller sees that of one device, and not of several copies."""
+"""What a recorded run writes in place that several copies or calls would each write: inputs, and parameters."""
 
 from autoshard.capture.graph import ModelGraph, name_of
 
@@ -20,6 +20,18 @@ def changed_inputs(graph: ModelGraph) -> tuple[str, ...]:
                 module = graph.calls[op.call].path or "the model itself"
                 found[name] = f"{name_of(op)} in {module} changes {name} in place"
     return tuple(found.values())
+
+
+def changed_parameters(graph: ModelGraph) -> str:
+    """In words, what first writes into a parameter, or replaces the data of any tensor; "" where nothing does.
+
+    mul_ in the model itself writes into teacher.weight
+    """
+    names = {one.storage: one.name for one in graph.tensors if one.kind == "parameter"}
+    for op in graph.ops:
+        for name in (names[s] for value in op.mutates if (s := graph.values[value].storage) in names):
+            return f"{name_of(op)} in {graph.calls[op.call].path or 'the model itself'} writes into {name}"
+    return f"{graph.exchanged[0]} replaces the data of a tensor" if graph.exchanged else ""
 
 
 def _named(path: str) -> str:

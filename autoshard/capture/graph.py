@@ -199,6 +199,7 @@ class ModelGraph:
         sites: in composite graphs, where `linear`, `reshape` and their like are one op each: the torch functions that
             ran ops, in order. A composite graph is for analysis; it is never executed.
         measured: in composite graphs, (value, call) where Python asked how large a tensor is.
+        exchanged: in composite graphs, lines that gave a tensor other memory (`tensor.data = …`), which no op tells.
         alive_after: values that ops made and that are there after the run, other than `gradients`: outputs, tables on
             attributes, the gradient of a leaf that the model made.
         kept: storages of what modules keep on attributes: in the long run there is one from the forward before.
@@ -231,6 +232,7 @@ class ModelGraph:
     functions: tuple[Function, ...] = ()
     sites: tuple[SiteCall, ...] = ()
     measured: frozenset[tuple[int, int]] = frozenset()
+    exchanged: tuple[str, ...] = ()
     alive_after: tuple[int, ...] = ()
     kept: frozenset[int] = frozenset()
     plain: tuple[tuple[str, Any], ...] = ()

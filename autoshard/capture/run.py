@@ -130,6 +130,7 @@ def _recorded(run: Run, recorder: Recorder, level: Level, decode: Decoding | Non
             tensors=tensors, inputs=inputs, fingerprint=mark, training=training,
             sites=sources.found() if isinstance(sources, Sites) else (),
             measured=frozenset(sources.measured) if isinstance(sources, Sites) else frozenset(),
+            exchanged=tuple(sources.exchanged) if isinstance(sources, Sites) else (),
         )  # fmt: skip
 
 

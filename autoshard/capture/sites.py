@@ -45,6 +45,7 @@ class Sites(DeviceSources):
         super().__init__(recorder)
         self._found: list[dict[str, Any]] = []  # fields of a `SiteCall`, but for how many calls there are
         self.measured: set[tuple[int, int]] = set()
+        self.exchanged: list[str] = []
         self._counts: Counter[tuple[int, str]] = Counter()  # calls of a function by (module call, name)
 
     def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -65,6 +66,8 @@ class Sites(DeviceSources):
             if func == _REQUIRES_GRAD and args[0].is_floating_point():
                 return torch.is_grad_enabled()
         if name in PROPERTIES:
+            if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+                self.exchanged.append(user_code.calling_line())
             return super().__torch_function__(func, types_, args, kwargs)
         call, begin = recorder.calls.running[-1], recorder.log.now
         occurrence = self._counts[call, name]

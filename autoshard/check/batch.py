@@ -17,7 +17,7 @@ from autoshard import nested
 from autoshard.axes.batch import Rows, batch_dim, follow
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.capture import Call, calls_of, capture
-from autoshard.capture.changed import changed_inputs
+from autoshard.capture.changed import changed_inputs, changed_parameters
 from autoshard.capture.graph import ModelGraph
 from autoshard.capture.run import own_random_numbers
 from autoshard.check.independence import check_apart
@@ -50,6 +50,12 @@ def find_batch_axis(
             raise PlanError(
                 f"the batch of {type(model).__name__} can't be divided: {changed}, which a part of the batch does to "
                 "its own. Let forward work on a clone of it."
+            )
+        if not assume_independent_rows and (changed := changed_parameters(question.graph)):
+            raise PlanError(
+                f"the batch of {type(model).__name__} can't be divided: {changed}, and each part of the batch would do "
+                "so again. Write it after the step, or make it a buffer; call the model before, if only its first call "
+                "writes."
             )
         refused, packed, tried = "", "", -1
         for batch in _guesses(question):

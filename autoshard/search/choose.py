@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from autoshard.capture.changed import changed_parameters
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.topology import computing_devices, unequal_reason, uneven_reason
@@ -117,6 +118,11 @@ def choose(
         why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
     )  # fmt: skip
     try:
+        if workload.training and (changed := changed_parameters(traced.graph)):
+            raise PlanError(
+                f"{changed}: processes shard what they train, and what a forward writes is lost. Write it after the "
+                "step, or make it a buffer."
+            )
         plan, found, task = plan_processes(traced, cluster, asked)
     except PlanError:
         final = _several_hosts(cluster) or workload.training or _has_no_room(traced.graph, cluster)

@@ -398,6 +398,32 @@ class MovingAverage(Stack):
         return x
 
 
+@adversary(rows, uneven, training=True)
+class TeacherInForward(Stack):
+    """Weights of a teacher follow those of the model in every forward, so once for each part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student, self.teacher = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self):
+        self.teacher.weight.mul_(0.9).add_(self.student.weight, alpha=0.1)
+
+    def between(self, x):
+        self.follow()
+        return self.student(x) - self.teacher(x)
+
+
+@adversary(rows, uneven, training=True)
+class TeacherByData(TeacherInForward):
+    """The same, and no op tells that it was written."""
+
+    @torch.no_grad()
+    def follow(self):
+        self.teacher.weight.data = self.teacher.weight.data * 0.9 + self.student.weight.data * 0.1
+
+
 class _ClippedBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -54,6 +54,8 @@ PINNED: dict[str, Pins] = {
         "WarmedUpContrast": "refused: matmul in the model itself",
         "BalancedExperts": "refused: mean in the model itself",
         "EnoughVariance": "refused: std in the model itself",
+        "TeacherInForward": "refused: mul_ in the model itself writes into teacher.weight",
+        "TeacherByData": "refused: replaces the data of a tensor",
         "MovingAverage": "refused: it writes into average what depends on the batch",
         "ClippedGradient": "refused: calls _ClippedBackward, whose backward may mix its rows",
         "HookedGradient": "refused: its forward hangs a hook on gradients at",
@@ -98,6 +100,7 @@ PINNED: dict[str, Pins] = {
         "CacheIsWritten": "refused: changes input cache in place",
         "ReportInWords": dict.fromkeys(DIVISIONS, "refused: decides what to do by values of all rows (max in"),
         "FeaturesOfHook": {COLUMN: "whole", **FEATURES},
+        "FoldedOnFirstCall": dict.fromkeys(DIVISIONS, "refused: mul_ in the model itself writes into up.weight"),
     },
 }  # fmt: skip
 
@@ -105,7 +108,7 @@ PINNED: dict[str, Pins] = {
 QUICK = {
     *(f"columns {name}, {COLUMN}" for name in ("TemperatureOfHeads", "NormOfWeight", "ReadByNeighbour")),
     f"held columns WinnersTakeAll, {COLUMN}", f"divided MaskedAttention, {DATA}", f"divided RelativeBias, {PIPELINE}",
-    f"carried HooksOnParameters, {DATA}", f"batches BiasOfRows, {DATA}", f"held others FoldedOnFirstCall, {PIPELINE}",
+    f"carried HooksOnParameters, {DATA}", f"batches BiasOfRows, {DATA}",
 }  # fmt: skip
 
 KINDS: dict[str, tuple[dict[str, Adversary], tuple[str, ...]]] = {

@@ -1,10 +1,15 @@
 """Which layers of a plan for processes are gathered as one, and which inputs say how many samples there are."""
 
+from unittest import mock
+
+import pytest
 import torch
 from torch import nn
 
 import autoshard
+from autoshard.errors import PlanError
 from autoshard.plan.workload import Workload
+from autoshard.search.asked import completed
 from tests.blocks import Block
 
 
@@ -85,3 +90,37 @@ def test_layers_that_share_a_module_are_not_gathered_on_their_own():
 
 def test_a_batch_that_is_taken_apart_is_priced():
     assert plan_of(Sorted(), assume_independent_rows=True).mesh.data == 2
+
+
+class Written(Shared):
+    """A forward writes into a parameter, or into a buffer, which is not made of samples."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.layers = kind, nn.ModuleList(Block(8) for _ in range(4))
+        self.decayed = nn.Parameter(torch.ones(8), requires_grad=False)
+        self.register_buffer("counted", torch.ones(8))
+
+    def forward(self, x):
+        with torch.no_grad():
+            (self.decayed if self.kind == "parameter" else self.counted).mul_(0.9)
+        return super().forward(x) * self.decayed * self.counted.clone()
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=2", "tp=2", "pp=2"])
+def test_a_forward_that_writes_into_a_parameter_is_refused(mesh):
+    """Processes gather what they train for its use, and let go of it; parts of a batch would write several times."""
+    with pytest.raises(PlanError, match="mul_ in the model itself writes into decayed: processes shard"):
+        plan_of(Written("parameter"), mesh)
+
+
+def test_micro_batches_of_stages_write_no_buffer():
+    model, inputs = Written("buffer"), {"x": torch.randn(4, 8)}
+    assert plan_of(model).mesh.data == 2
+    plan = plan_of(model, "pp=2", micro_batch=1)
+    assert plan.num_microbatches == 4
+    with (
+        mock.patch("autoshard.runtime.launched.count_processes", lambda: 2),
+        pytest.raises(PlanError, match="the forward writes into counted, and each micro-batch of a stage would"),
+    ):
+        completed(model, plan, inputs)
