@@ -118,11 +118,7 @@ def choose(
         why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
     )  # fmt: skip
     try:
-        if workload.training and (changed := changed_parameters(traced.graph)):
-            raise PlanError(
-                f"{changed}: processes shard what they train, and what a forward writes is lost. Write it after the "
-                "step, or make it a buffer."
-            )
+        _refuse_written(traced)
         plan, found, task = plan_processes(traced, cluster, asked)
     except PlanError:
         final = _several_hosts(cluster) or workload.training or _has_no_room(traced.graph, cluster)
@@ -141,6 +137,15 @@ def choose(
     return Chosen(
         plan=plan, cluster=cluster, estimate=estimate, profile=profile, traced=traced, searched=found, task=task
     )  # fmt: skip
+
+
+def _refuse_written(traced: Traced) -> None:
+    """Raise `PlanError` for a training whose forward writes into parameters."""
+    if traced.workload.training and (changed := changed_parameters(traced.graph)):
+        raise PlanError(
+            f"{changed}: processes shard what they train, and what a forward writes is lost. Write it after the step, "
+            "or make it a buffer."
+        )
 
 
 def _traced(model: nn.Module, inputs: Any, workload: Workload, forced: bool) -> Traced | None:
