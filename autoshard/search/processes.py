@@ -122,7 +122,7 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
         raise PlanError(refuse(task, found, cluster))
     plan = write_plan(traced, cluster, asked, found.best.recipe)
     *why, start = explain(task, found)
-    more = *_of_unequal(cluster), *_in_fewer_bits(traced, cluster, asked, found.best)
+    more = *_of_unequal(cluster), *_if_changed(traced, cluster, asked, task, found.best)
     divided = plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
     word = [ASSUMED] if asked.assumed and divided else []
     return replace(plan, reasons=(*word, *why, *more, start)), found, task
@@ -135,16 +135,22 @@ def _of_unequal(cluster: Cluster) -> Iterator[str]:
         yield f"{why}; ranks have equal parts, so each is planned with the least speed and memory of all"
 
 
-def _in_fewer_bits(traced: Traced, cluster: Cluster, asked: Asked, best: RecipeEstimate) -> Iterator[str]:
-    """What a step takes if kernels compute in 16 bits, where that was not asked for and weights have 32."""
-    if not traced.workload.training or asked.precision not in ("", "auto") or best.recipe.precision.compute != 4:
-        return
-    other = search(make_task(traced, cluster, replace(asked, precision="mixed"))).best
-    if other is not None and other.seconds < WORTH_SAYING * best.seconds:
-        yield (
-            f"computed in bfloat16, with weights in float32 (--precision mixed), a step takes "
-            f"{format_seconds(other.seconds)} as {shown_mesh(other.recipe)}"
-        )
+def _if_changed(
+    traced: Traced, cluster: Cluster, asked: Asked, task: SearchTask, best: RecipeEstimate
+) -> Iterator[str]:
+    """What it takes if kernels compute in 16 bits, where weights have 32, and if the user vouches for the batch."""
+    changes: list[tuple[str, Asked]] = []
+    if traced.workload.training and asked.precision in ("", "auto") and best.recipe.precision.compute == 4:
+        word = "computed in bfloat16, with weights in float32 (--precision mixed)"
+        changes.append((word, replace(asked, precision="mixed")))
+    if task.limits.why_not and task.devices > 1 and task.limits.samples > 1:
+        word = "with samples of its own for each replica (--assume-independent-rows)"
+        changes.append((word, replace(asked, why_undivided="")))
+    for word, changed in changes:
+        other = search(make_task(traced, cluster, changed)).best
+        if other is not None and other.seconds < WORTH_SAYING * best.seconds:
+            what = "a step" if task.training else "an answer" if task.new_tokens else "a pass"
+            yield f"{word}, {what} takes {format_seconds(other.seconds)} as {shown_mesh(other.recipe)}"
 
 
 def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -> Plan:

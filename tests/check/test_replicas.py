@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoshard
 from autoshard.check.batch import find_batch_axis
 from autoshard.errors import PlanError
 from autoshard.plan.workload import Workload
@@ -124,3 +125,11 @@ def test_one_process_divides_the_second_dimension_of_a_loss():
 def test_products_that_are_no_matrices_are_priced_by_their_channels(layer, shape, k):
     (op,) = (op for block in trace(layer, torch.randn(shape), WORK).work.blocks for op in block.ops if op.flops)
     assert (op.n, op.k) == (6, k) and op.flops == 2 * op.m * op.n * op.k
+
+
+def test_what_replicas_would_take_is_said():
+    model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)).to("meta")
+    images = torch.empty(256, 3, 64, 64, device="meta")
+    plan = autoshard.plan(model, "8xH100-80GB", inputs=images, workload=WORK, launch="processes")
+    said = [line for line in plan.reasons if "--assume-independent-rows" in line]
+    assert plan.mesh.data == 1 and len(said) == 1 and "as dp=8" in said[0]
