@@ -56,6 +56,10 @@ class Wishes:
             raise SpecError(f"unknown launch {self.launch!r}: use one-process or processes.")
         if self.recompute not in (None, "none", "selective", "full"):
             raise SpecError(f"unknown recomputation {self.recompute!r}: use none, selective or full.")
+        if self.mesh is not None and not isinstance(self.mesh, str | Mapping):
+            raise SpecError(f"the mesh is {self.mesh!r}: write degrees such as 'fsdp=8,tp=4', or a dict of them.")
+        if self.micro_batch is not None and not isinstance(self.micro_batch, int):
+            raise SpecError(f"micro_batch is {self.micro_batch!r}, and must be a whole number.")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise SpecError(f"a micro-batch has at least one sample, not {self.micro_batch}.")
 
@@ -255,9 +259,12 @@ def _several_hosts(cluster: Cluster) -> bool:
 
 
 def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -> Fixed:
-    mesh = parse_mesh(wishes.mesh) if isinstance(wishes.mesh, str) else dict(wishes.mesh or {})
+    mesh = wishes.mesh or None if isinstance(wishes.mesh, Mapping) else wishes.mesh
+    if isinstance(mesh, Mapping):
+        mesh = ",".join(f"{name}={degree}" for name, degree in mesh.items())
     return Fixed(
-        mesh=mesh, micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
+        mesh={} if mesh is None else parse_mesh(mesh),
+        micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
         recompute=wishes.recompute, everyone=count_processes() > 1,
     )  # fmt: skip
 

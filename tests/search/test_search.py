@@ -109,6 +109,15 @@ def test_text_that_is_no_mesh_is_refused(text):
         parse_mesh(text)
 
 
+@pytest.mark.parametrize(
+    "wishes", [{"mesh": {"zz": 2}}, {"mesh": {"fsdp": -2}}, {"mesh": [2]}, {"micro_batch": "2", "mesh": {"fsdp": 2}}]
+)
+def test_what_python_may_say_of_processes_is_checked_like_text(wishes):
+    model = nn.Sequential(nn.Linear(8, 8))
+    with pytest.raises(SpecError, match=r"mesh|micro_batch"):
+        autoshard.plan(model, "2xA100-40GB", inputs=torch.ones(2, 8), **wishes)
+
+
 def test_degrees_that_the_model_does_not_allow_name_those_it_does():
     """Of 16 heads, 6 ranks would have 2 or 3."""
     with pytest.raises(
