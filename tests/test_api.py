@@ -152,6 +152,12 @@ def test_names_that_do_not_exist_are_refused_before_the_model_is_looked_at(setti
         autoshard.plan(None, "2x1GiB", **settings)
 
 
+@pytest.mark.parametrize("call", [autoshard.plan, autoshard.apply])
+def test_what_is_no_model_is_refused_in_words(call):
+    with pytest.raises(SpecError, match=r"not str.*autoshard\.load"):
+        call("llama", "2x1GiB")
+
+
 def test_public_signatures_say_what_they_take():
     """Nothing but values of any kind, which a checkpoint's state is, is typed Any."""
     for name in autoshard.__all__:

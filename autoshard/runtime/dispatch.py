@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import ApplyError, PlanError, first_line
+from autoshard.errors import ApplyError, PlanError, SpecError, first_line
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
 from autoshard.runtime.agreement import RankState, agree
@@ -133,7 +133,15 @@ def is_applied(model: nn.Module) -> bool:
 
 
 def check_whole(model: nn.Module) -> None:
-    """Raise `PlanError` for a model that can't be recorded as it was: its parameters or its calls are divided."""
+    """Raise `PlanError` for a model that can't be recorded as it was: its parameters or its calls are divided.
+
+    Raises `SpecError` for what is no model.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecError(
+            f"a model is a torch.nn.Module, not {type(model).__name__}. Checkpoints and configurations by name or path "
+            "are planned by `autoshard plan …` and loaded by autoshard.load(path, devices)."
+        )
     if is_applied(model) and not placing.is_placed(model):
         raise PlanError(
             "a plan is applied to this model that divides its parameters or its batch, so another one can't be made. "
