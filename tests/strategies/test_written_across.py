@@ -8,6 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Workload
+from autoshard.errors import PlanError
 
 WORKLOAD = Workload(batch_size=8)
 
@@ -48,6 +49,10 @@ class Adds(nn.Module):
 def test_stages_write_into_what_other_stages_have(kind):
     model, inputs = kind().eval(), (torch.randn(8, 8),)
     original = copy.deepcopy(model)
+    if kind is Rescales:
+        with pytest.raises(PlanError, match=r"writes into blocks\.0\.weight.*call the model before"):
+            autoshard.plan(model, "2x16MiB", inputs=inputs, strategy="pipeline", num_microbatches=4)
+        model(*inputs)  # the copy does so in its own first call
     sizes = {"cpu:0": "16MiB", "cpu:1": "16MiB"}
     options = {"inputs": inputs, "strategy": "pipeline", "num_microbatches": 4, "workload": WORKLOAD}
     plan = autoshard.plan(model, sizes, **options)
