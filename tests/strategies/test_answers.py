@@ -170,10 +170,11 @@ def test_30b_at_home_has_attention_on_cards_and_cold_experts_on_the_cpu() -> Non
 
 
 @pytest.mark.slow
-def test_70b_at_home_is_streamed_but_for_its_table_and_4_bit_is_named() -> None:
+def test_70b_at_home_is_streamed_or_stays_on_the_cpu_and_4_bit_is_named() -> None:
+    """Both at once: the links bring a part while the CPU computes with another one."""
     workload = Workload(batch_size=1, sequence_length=512, new_tokens=256)
     plan = autoshard.plan(full_size("dense"), "2xRTX4090,cpu=192GiB", workload=workload)
-    assert len(plan.offloaded) > 40 and all(path.startswith("model.layers.") for path in plan.offloaded)
+    assert len(plan.offloaded) > 30 and all(path.startswith("model.layers.") for path in plan.offloaded)
     assert device_of(plan, "model.embed_tokens") == "cpu"
     assert any("--dtype int4" in reason for reason in plan.reasons)
 
