@@ -175,7 +175,6 @@ def test_70b_at_home_is_streamed_or_stays_on_the_cpu_and_4_bit_is_named() -> Non
     workload = Workload(batch_size=1, sequence_length=512, new_tokens=256)
     plan = autoshard.plan(full_size("dense"), "2xRTX4090,cpu=192GiB", workload=workload)
     assert len(plan.offloaded) > 30 and all(path.startswith("model.layers.") for path in plan.offloaded)
-    assert device_of(plan, "model.embed_tokens") == "cpu"
     assert any("--dtype int4" in reason for reason in plan.reasons)
 
 
