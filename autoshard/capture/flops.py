@@ -1,7 +1,7 @@
 """Floating-point operations of ops for which torch has no formulas: two for every product that is summed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -64,27 +64,30 @@ def _matrix_vector(*args: Any, out_val: torch.Tensor, **options: Any) -> int:
     return 2 * max(item.numel() for item in args if isinstance(item, torch.Tensor))
 
 
+def _rows_by_matrices(x: torch.Tensor, given: Iterable[Any]) -> int:
+    """Every row of the first meets every matrix."""
+    matrices = (item for item in given if isinstance(item, torch.Tensor) and item.dim() == 2)
+    return 2 * x.shape[:-1].numel() * sum(matrix.numel() for matrix in matrices)
+
+
 def _recurrent(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
-    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in args[:2])
+    return _rows_by_matrices(x, args[:2])
 
 
 def _recurrent_layers(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
-    """Every row meets every matrix; weights are the last list among the arguments."""
-    weights = [arg for arg in args if isinstance(arg, (list, tuple))][-1]
-    return _cell(x, None, *weights, out_val=out_val)
+    """Weights are the last list among the arguments."""
+    return _rows_by_matrices(x, [arg for arg in args if isinstance(arg, (list, tuple))][-1])
 
 
 def _cell(x: torch.Tensor, state: Any, *weights: Any, out_val: Any, **options: Any) -> int:
-    matrices = [item for item in weights if isinstance(item, torch.Tensor) and item.dim() == 2]
-    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in matrices)
+    return _rows_by_matrices(x, weights)
 
 
 def _encoder(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
     """A whole encoder layer or attention: every row meets every matrix, and every other row twice."""
     if x.is_nested:
         return 0
-    matrices = [item for item in args if isinstance(item, torch.Tensor) and item.dim() == 2]
-    return 2 * x.shape[:-1].numel() * sum(weight.numel() for weight in matrices) + 4 * x.numel() * x.shape[-2]
+    return _rows_by_matrices(x, args) + 4 * x.numel() * x.shape[-2]
 
 
 COMPOSITE_FLOPS: dict[Any, Callable[..., int]] = {

@@ -16,7 +16,7 @@ from autoshard.capture.call_log import LoggedCall, Ref
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.nested import leaves_in
 
-PRODUCTS = frozenset({"mul", "mul_", "multiply", "matmul", "mm", "bmm", "mv", "einsum", "where", "linear"})
+PRODUCTS = frozenset({"mul", "mul_", "multiply", "matmul", "mm", "bmm", "mv", "einsum", "linear"})
 """Linear in each tensor, if it is in one."""
 
 
@@ -71,5 +71,5 @@ def _is_linear(op: Op, count: int, first: bool) -> bool:
     if name == "where" and len(op.inputs) < 3:
         return not first and count == 1 and 0 in (arguments.get("self"), arguments.get("other"))
     if name in PRODUCTS:
-        return count == 1 and (name != "linear" or len(op.inputs) == 2) and name != "where"
+        return count == 1 and (name != "linear" or len(op.inputs) == 2)
     return name in LINEAR and count == len(op.inputs)

@@ -55,6 +55,11 @@ class Workload:
     def training(self) -> bool:
         return self.mode == "training"
 
+    @property
+    def unit(self) -> str:
+        """What its seconds and memory are of, for people."""
+        return "a step" if self.training else "an answer" if self.new_tokens else "a pass"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -94,8 +94,7 @@ def print_curve(console: Console, plan: Plan, estimate: Estimate) -> None:
     if not estimate.curve:
         return
     totals = [moment.total for moment in estimate.curve]
-    over = "a step" if plan.workload.training else "an answer" if plan.workload.new_tokens else "a pass"
-    print_section(console, f"Memory over {over}", "of tensors on the fullest rank")
+    print_section(console, f"Memory over {plan.workload.unit}", "of tensors on the fullest rank")
     rows: list[list[CellText]] = []
     for moment, total in zip(estimate.curve, totals, strict=True):
         largest = sorted(moment.bytes.items(), key=lambda item: -item[1])[:2]

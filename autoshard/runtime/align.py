@@ -19,7 +19,7 @@ _Tensor = torch.Tensor
 _CROSSING: set[Any] = {
     _Tensor.to, _Tensor.copy_, _Tensor.type_as, _Tensor.expand_as, _Tensor.view_as, _Tensor.reshape_as,
     _Tensor.new_tensor, _Tensor.is_set_to, _Tensor.backward, _Tensor.register_hook,
-    vars(torch._C.TensorBase)["data"].__set__, vars(torch._C.TensorBase)["grad"].__set__,
+    _Tensor.data.__set__, _Tensor.grad.__set__,  # type: ignore[attr-defined,union-attr]
     torch.autograd.grad, torch.autograd.backward, torch._foreach_copy_, _Tensor.retain_grad,
 }  # fmt: skip
 """Calls that take tensors of several devices as they are, or need the very objects they were given."""

@@ -149,8 +149,8 @@ def _if_changed(
     for word, changed in changes:
         other = search(make_task(traced, cluster, changed)).best
         if other is not None and other.seconds < WORTH_SAYING * best.seconds:
-            what = "a step" if task.training else "an answer" if task.new_tokens else "a pass"
-            yield f"{word}, {what} takes {format_seconds(other.seconds)} as {shown_mesh(other.recipe)}"
+            takes = f"takes {format_seconds(other.seconds)} as {shown_mesh(other.recipe)}"
+            yield f"{word}, {traced.workload.unit} {takes}"
 
 
 def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -> Plan:
