@@ -190,7 +190,7 @@ def apply(
     Hugging Face model; stages are trained by `schedule(model).step(…)`. Raises what `plan()` raises, and `ApplyError`;
     the model is then as it was.
     """
-    from autoshard.runtime import apply_device_map, apply_plan
+    from autoshard.runtime.dispatch import apply_device_map, apply_plan
 
     if is_device_map(plan):
         return apply_device_map(model, plan)
@@ -214,7 +214,7 @@ def apply(
 
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply`: the same module on one device, bit-equal. Raises `ApplyError` if nothing was applied."""
-    from autoshard.runtime import remove as undo
+    from autoshard.runtime.dispatch import remove as undo
 
     return undo(model)
 

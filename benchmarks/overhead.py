@@ -13,8 +13,8 @@ import torch
 from common import decoder, print_header, print_row, ratio, run_command, spread, take_turns
 
 from autoshard.plan import Plan
-from autoshard.runtime import apply_plan
 from autoshard.runtime.around import layers_of
+from autoshard.runtime.dispatch import apply_plan
 
 LAYERS = 32
 INPUTS = {"input_ids": torch.arange(16).reshape(1, 16), "use_cache": False}

@@ -19,7 +19,7 @@ from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import live_bytes, profile_graph
 from autoshard.profile.units import find_units
-from autoshard.runtime import apply_plan
+from autoshard.runtime.dispatch import apply_plan
 from tests.models import by_name
 
 INFERENCE, TRAINING = Workload(), Workload(mode="training")

@@ -11,7 +11,8 @@ from autoshard import Workload
 from autoshard import plan as make_plan
 from autoshard.errors import PlanError, VerifyError
 from autoshard.plan import Plan, PlanDevice
-from autoshard.runtime import apply_device_map, copies, is_applied
+from autoshard.runtime import copies
+from autoshard.runtime.dispatch import apply_device_map, is_applied
 from autoshard.simulate import simulate
 from autoshard.verify.verify import verify
 from tests.hooks import is_hooked

@@ -12,7 +12,7 @@ from autoshard.errors import ApplyError, RankError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Action, Cut
 from autoshard.plan.workload import Workload
-from autoshard.runtime import is_applied
+from autoshard.runtime.dispatch import is_applied
 from autoshard.verify.verify import verify
 from tests.ranks import run_ranks
 from tests.runtime.cut_models import cut_plan, decoder_cuts, make_decoder, reduce, shard

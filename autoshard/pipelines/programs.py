@@ -146,28 +146,6 @@ class _Writer:
         self.found, self.device = found, device
         self.modules = dict(model.named_modules(remove_duplicate=False))
 
-    def made(self, item: Any, blank: frozenset[int] = frozenset()) -> Callable[[dict[int, Any]], Any]:
-        """What makes an argument: lists and dicts anew in every run, with the values of the run in them."""
-        if isinstance(item, (Ref, torch.fx.Node)):
-            value = item.value if isinstance(item, Ref) else self.found.node_value[item]
-            if value not in blank:
-                return operator.itemgetter(value)
-            row = self.found.graph.values[value]
-            empty = torch.empty((), dtype=row.dtype, device=self.device).expand(row.shape)
-            return lambda values: empty
-        if type(item) in (tuple, list, torch.fx.immutable_collections.immutable_list):
-            kind = tuple if type(item) is tuple else list
-            parts = [self.made(part, blank) for part in item]
-            return lambda values: kind([part(values) for part in parts])
-        if type(item) in (dict, torch.fx.immutable_collections.immutable_dict):
-            named = {key: self.made(part, blank) for key, part in item.items()}
-            return lambda values: {key: part(values) for key, part in named.items()}
-        refs = [leaf for _, leaf in leaves_in(item) if isinstance(leaf, Ref)]
-        if not refs:
-            return lambda values: item
-        tensors = {ref.value: self.made(ref, blank) for ref in refs}
-        return lambda values: fill_refs(item, {value: part(values) for value, part in tensors.items()})
-
     def instruction(self, step: StageStep) -> Instruction:
         """Carry out a step with gradients and autocast as they were when it was recorded."""
         call_log = self.found.call_log
@@ -190,17 +168,17 @@ class _Writer:
         assert node is not None
         kwargs = dict(node.kwargs)
         new = [value for value in op.outputs if self.found.graph.values[value].op == op.index]
-        args = self.made(node.args)
         if target is _ALIAS and op.device_source != UNKNOWN:  # a move that moved nothing when it was recorded
             kwargs = {"device": torch.device("cpu") if op.device_source == HOST else self.device}
             target = torch.Tensor.to
         elif kwargs.get("device") is not None and op.device_source != HOST:
             kwargs["device"] = self.device
-        named = self.made(kwargs)
         places = [item.args[1] for item in item_nodes(node)]
+        node_value = self.found.node_value
 
         def run(values: dict[int, Any]) -> None:
-            result = target(*args(values), **named(values))
+            args, named = torch.fx.map_arg((node.args, kwargs), lambda one: values[node_value[one]])
+            result = target(*args, **named)
             if places:
                 values.update((value, result[place]) for value, place in zip(new, places, strict=False))
             elif new:
@@ -213,21 +191,25 @@ class _Writer:
         call = step.call
         assert call is not None
         target = call.function.apply if call.function is not None else self.modules[call.path]
-        args, kwargs = self.made(call.args, step.blank), self.made(call.kwargs, step.blank)
+        rows = {value: self.found.graph.values[value] for value in step.blank}
+        blank = {
+            value: torch.empty((), dtype=row.dtype, device=self.device).expand(row.shape) for value, row in rows.items()
+        }
         take = _Taker(self.found, call, step.makes)
 
         def run(values: dict[int, Any]) -> None:
-            values.update(zip(step.makes, take(target(*args(values), **kwargs(values))), strict=True))
+            args, kwargs = fill_refs((call.args, call.kwargs), values | blank)
+            values.update(zip(step.makes, take(target(*args, **kwargs)), strict=True))
 
         return run
 
     def check(self, guard: ValueGuard) -> Instruction:
         """Raise `ApplyError` unless Python would read the same out of tensors as when the forward was recorded."""
-        args, function = self.made(guard.args), guard.function
+        function = guard.function
         assert function is not None
 
         def run(values: dict[int, Any]) -> None:
-            now = function(*args(values))
+            now = function(*fill_refs(guard.args, values))
             if not same_value(guard.result, now):
                 raise ApplyError(
                     f"the forward reads {getattr(function, '__name__', function)} of a tensor that it computes: "

@@ -21,7 +21,6 @@ from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.agreement import RankState, agree, agree_in_step, differ, digest_of_inputs
 from autoshard.runtime.chunks import BatchPart, split, split_rows
 from autoshard.runtime.clipping import check_scaled, note_norms, refuse_scaled_losses, scaled_by, watch_staged_norms
-from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
 from autoshard.runtime.sharded_stages import lowered
@@ -111,9 +110,6 @@ class RankSchedule:
     def _train(self, engine: PipelineEngine, prepared_parts: list[Prepared], inputs: list, finish: Finish) -> Any:
         """Run all forwards and backwards, and sum gradients over those who share parameters; returns the output."""
         model = self._applied()
-        cuts = cut_record(model)
-        if cuts is not None:  # hooks of the root see no forward here
-            cuts.unplanned.watch(model, lambda: [self._record.device], cuts.handles)
         watch_staged_norms(model, self._record)  # a copy of the model is not known yet
         if self._record.used is not None:
             self._record.used.accumulate()

@@ -15,6 +15,7 @@ Under autograd a copy has history: the gradients of all who read it are added up
 
 import weakref
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,19 +43,11 @@ class _Entry:
     stays: bool
 
 
-class _WeakSource(weakref.ref):
-    """A weak reference to a source that takes its entry out of the memo when the source goes."""
-
-    __slots__ = ("key", "memo")
-    key: Key
-    memo: "weakref.ref[Copies]"
-
-
-def _source_died(reference: weakref.ref) -> None:
-    assert isinstance(reference, _WeakSource)
-    memo = reference.memo()
-    if memo is not None:
-        memo._entries.pop(reference.key, None)
+def _forget(memo: "weakref.ref[Copies]", key: Key, _source: Any) -> None:
+    """Take the copy of a source that is gone out of the memo."""
+    copies = memo()
+    if copies is not None:
+        copies._entries.pop(key, None)
 
 
 class Copies:
@@ -68,9 +61,7 @@ class Copies:
 
     def begin(self) -> None:
         """Forget, at the start of a run, what may have changed since the last one."""
-        training = (
-            torch.is_grad_enabled()
-        )  # weights will change after it, perhaps through `.data`, which leaves no trace
+        training = torch.is_grad_enabled()  # weights change after it, perhaps by `.data`, which leaves no trace
         if self._entries:
             for key, entry in list(self._entries.items()):
                 if not entry.stays or (training and entry.source.requires_grad):
@@ -106,13 +97,10 @@ class Copies:
                 return entry.copy
         copy = self._tracked_copy(source, device)
         stays = isinstance(source, nn.Parameter) and not differentiable
-        key_of: Any = source
-        if not isinstance(source, nn.Parameter):
-            key_of = _WeakSource(source, _source_died)
-            key_of.key, key_of.memo = key, weakref.ref(self)
-        entry = _Entry(key_of, copy, _version(source), copy._version, stays)
         if self.in_run or stays:
-            self._entries[key] = entry
+            is_parameter = isinstance(source, nn.Parameter)
+            held: Any = source if is_parameter else weakref.ref(source, partial(_forget, weakref.ref(self), key))
+            self._entries[key] = _Entry(held, copy, _version(source), copy._version, stays)
         return copy
 
     def _tracked_copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,6 @@ from autoshard.errors import RankError
 from autoshard.plan.sharding import Cut
 from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import Ranks, layout
-from autoshard.runtime.draws import Unplanned
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
@@ -28,7 +27,6 @@ class CutRecord:
         tensors: name -> how it is cut; `devices`: name -> where it was before.
         partial: name of a parameter -> how its gradient is summed: None all of it, else the cut whose replicated
             indices are.
-        unplanned: blocks that may not draw random numbers in training.
         scales, handles: undo the integers and the hooks.
         output_device: where this process computes, None where the model was.
         gathered: its parameters are sharded as well, and gathered for their use.
@@ -40,7 +38,6 @@ class CutRecord:
     tensors: dict[str, CutTensor]
     devices: dict[str, torch.device]
     partial: dict[str, CutTensor | None]
-    unplanned: Unplanned
     scales: list[Old] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     output_device: torch.device | None = None

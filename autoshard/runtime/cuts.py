@@ -25,7 +25,7 @@ from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, WholeState
 from autoshard.runtime.devices import CPU, META
-from autoshard.runtime.draws import Unplanned
+from autoshard.runtime.draws import watch_draws
 from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
@@ -174,7 +174,6 @@ def _prepare(
         tensors=found,
         devices={name: tensor.device for name, tensor in tensors.items()},
         partial=find_partial(cuts, tensors, found),
-        unplanned=Unplanned(model, cuts),
     )
     if isinstance(ranks, ProcessRanks | LocalRanks):  # a check cuts copies of its own, without hooks
         _check_not_hooked(tensors, {*record.tensors, *record.partial})
@@ -252,6 +251,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
             handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
     for path in _may_meet_nested(ready):
         handles.append(modules[path].register_forward_pre_hook(Dense(), prepend=True))
+    handles += watch_draws(model, ready.record.cuts, ready.record.ranks)
     handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
     if isinstance(ready.record.ranks, LocalRanks):
@@ -305,8 +305,6 @@ class Arrive:
             watch_norms(module, record.tensors, record.ranks)
             if isinstance(record.ranks, ProcessRanks):
                 refuse_scaled_losses()
-        if not torch.compiler.is_compiling():
-            record.unplanned.watch(module, lambda: _devices(module, record.ranks), record.handles)
         if not isinstance(record.ranks, LocalRanks):
             return None
         devices = record.ranks.devices
@@ -354,10 +352,6 @@ def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwar
     mode.given = Given(*given)
     mode.__enter__()
     return given
-
-
-def _devices(model: nn.Module, ranks: Ranks) -> Sequence[torch.device]:
-    return ranks.devices if isinstance(ranks, LocalRanks) else [tensor.device for tensor in model.parameters()]
 
 
 class Leave:

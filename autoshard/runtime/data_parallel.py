@@ -31,7 +31,7 @@ from autoshard.runtime.around import take_off
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.groups import Made, cut_groups, data_groups, end_groups, shard_groups
+from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import move_tensors, named_tensors
@@ -161,7 +161,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     sharing = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made))
     record.replicas = sharing.replicas or sharing.shared
     if mesh.ep > 1:
-        experts = Sharing(record.ranks, *data_groups(mesh, record.ranks, record.made, experts=True))
+        experts = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made, experts=True))
         sharing = replace(sharing, experts=experts)
     known = frozenset(name for name, _ in model.named_parameters())
     try:

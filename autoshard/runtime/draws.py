@@ -4,67 +4,56 @@ A mask of a cut tensor must be a part of the whole tensor's mask. Where the mask
 a plan made in evaluation has no actions for them; whether anything is drawn shows in the state of the generators.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoshard.common.module_paths import is_container
+from autoshard.common.module_paths import is_container, parent
 from autoshard.errors import ApplyError
 from autoshard.plan.sharding import Cut
+from autoshard.runtime.agreement import random_states
+from autoshard.runtime.collectives import Ranks
+from autoshard.runtime.local_ranks import LocalRanks
 
-_training: Callable[[nn.Module], bool] = attrgetter("training")
 
-
-class Unplanned:
-    """The blocks with cuts that were planned in evaluation; watched from the first forward in training mode on."""
-
-    def __init__(self, model: nn.Module, cuts: Sequence[Cut]) -> None:
-        modules = dict(model.named_modules(remove_duplicate=False))
-        self.blocks: dict[str, nn.Module] = {}
-        for path in dict.fromkeys(block for cut in cuts if not cut.training for block in cut.blocks):
-            while path and is_container(modules[path]):  # a container, which is never called
-                path = path.rpartition(".")[0]
-            self.blocks[path] = modules[path]
-        self.parts = tuple({id(part): part for block in self.blocks.values() for part in block.modules()}.values())
-
-    def watch(self, model: nn.Module, devices: Callable[[], Sequence[torch.device]], handles: list[Any]) -> None:
-        """Put hooks on the blocks if anything in them is in training mode; the forward of `model` is about to run."""
-        if self.blocks and any(map(_training, self.parts)):
-            for path, block in self.blocks.items():
-                still = _Still(path, devices())
-                handles.append(block.register_forward_pre_hook(still.begin))
-                handles.append(block.register_forward_hook(still.end))
-                if block is model:  # torch has listed the hooks to run before it
-                    still.begin(block, ())
-            self.blocks = {}
+def watch_draws(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> list[Any]:
+    """Put hooks on the blocks with cuts that were planned in evaluation; returns handles."""
+    modules, handles = dict(model.named_modules(remove_duplicate=False)), []
+    blocks = {block for cut in cuts if not cut.training for block in cut.blocks}
+    for path in sorted(blocks):
+        while path and is_container(modules[path]):  # a container, which is never called
+            path = parent(path)
+        still = _Still(path, modules[path], ranks)
+        handles.append(modules[path].register_forward_pre_hook(still.begin))
+        handles.append(modules[path].register_forward_hook(still.end))
+    return handles
 
 
 class _Still:
     """Hooks of one block: in training, random generators must be after its forward what they were before."""
 
-    def __init__(self, path: str, devices: Sequence[torch.device]) -> None:
-        self.path = path
-        self.devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+    def __init__(self, path: str, block: nn.Module, ranks: Ranks) -> None:
+        self.path, self.ranks, self.parts = path, ranks, tuple(block.modules())
         self.before: list[bytes] = []
 
     def begin(self, module: nn.Module, args: tuple) -> None:
-        if not torch.compiler.is_compiling() and any(map(_training, module.modules())):
-            self.before = self._states()
+        if not torch.compiler.is_compiling():
+            self.before = self._states(module) if any(map(attrgetter("training"), self.parts)) else []
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
-        before, self.before = self.before, []
-        if before and before != self._states():
+        if self.before and self.before != self._states(module):
             raise ApplyError(
                 f"{self.path or 'the model'}{_culprit(module)} draws random numbers in training, and its parameters "
                 "were cut by a plan that was made in evaluation, which does not know of them. Plan after model.train()."
             )
 
-    def _states(self) -> list[bytes]:
-        own = [torch.get_device_module(device).get_rng_state(device) for device in self.devices]
-        return [state.numpy().tobytes() for state in (torch.get_rng_state(), *own)]
+    def _states(self, module: nn.Module) -> list[bytes]:
+        here = (one.device for one in module.parameters())
+        devices = dict.fromkeys(self.ranks.devices if isinstance(self.ranks, LocalRanks) else here)
+        return [state.numpy().tobytes() for device in devices for state in random_states(device)]
 
 
 def _culprit(block: nn.Module) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch.distributed as dist
 
 from autoshard import torch_private
@@ -51,47 +52,45 @@ def cut_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> ProcessRanks:
     return group_of([range(first, first + degree) for first in range(0, mesh.size, degree)], ranks, made)
 
 
-def shard_groups(mesh: Mesh, ranks: ProcessRanks, made: Made) -> tuple[ProcessRanks, ProcessRanks | None]:
-    """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several."""
-    if mesh.fsdp == mesh.size:
-        return ranks, None
-    if mesh.cp > 1:
-        return data_groups(mesh, ranks, made)
-    replicas = [
-        [[mesh.rank(data=d * mesh.fsdp + f, pipeline=p, tensor=t) for f in range(mesh.fsdp)] for d in range(mesh.dp)]
-        for p in range(mesh.pp)
-        for t in range(mesh.tp)
-    ]
-    shared = _known_group([tuple(members) for same_part in replicas for members in same_part], ranks)
-    if mesh.dp == 1:
-        return shared, None
-    alike = [members for same_part in replicas for members in zip(*same_part, strict=True)]
-    return shared, group_of(alike, ranks, made)
+def lines(grid: numpy.ndarray, axis: int) -> list[list[int]]:
+    """The ranks of a grid in lists, in each of which they differ along one axis only."""
+    return numpy.moveaxis(grid, axis, -1).reshape(-1, grid.shape[axis]).tolist()
 
 
-def data_groups(
+def grid_of(mesh: Mesh) -> numpy.ndarray:
+    """The ranks of a mesh as [replicas, shards of a replica, pipeline ranks, ranks of a stage]."""
+    ranks, last = numpy.arange(mesh.size), mesh.size // (mesh.data * mesh.pp)
+    if mesh.stages_outermost:
+        return ranks.reshape(mesh.pp, mesh.dp, mesh.fsdp, last).transpose(1, 2, 0, 3)
+    return ranks.reshape(mesh.dp, mesh.fsdp, mesh.pp, last)
+
+
+def shard_groups(
     mesh: Mesh, ranks: ProcessRanks, made: Made, experts: bool = False
 ) -> tuple[ProcessRanks, ProcessRanks | None]:
-    """As `shard_groups`, where samples are divided along their tokens, or for the experts of a rank.
+    """The ranks that share the parameters of a replica, by shards, and those that have the same shard, if several.
 
-    Parameters are sharded over parts of a sequence, too; experts over those ranks of a replica that have the same.
+    Parameters are sharded over parts of a sequence, too; `experts`: those of a rank, over the ranks of a replica that
+    have the same experts.
     """
-    step = mesh.ep if experts else 1
-    width = max(mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1, step)
-    shared = [range(first + own, first + width, step) for first in range(0, mesh.size, width) for own in range(step)]
-    shared_group = _known_group([tuple(members) for members in shared], ranks)
-    if width == mesh.size:
-        return shared_group, None
-    alike = [list(members) for own in range(step) for members in zip(*shared[own::step], strict=True)]
-    return shared_group, group_of(alike, ranks, made)
+    if experts or mesh.cp > 1:
+        step = mesh.ep if experts else 1
+        width = max(mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1, step)
+        grid = numpy.arange(mesh.size).reshape(-1, width // step, step)
+    elif mesh.fsdp == mesh.size:
+        return ranks, None
+    else:
+        grid = grid_of(mesh)
+    shared = _known_group(lines(grid, 1), ranks)
+    return shared, group_of(lines(grid, 0), ranks, made) if len(grid) > 1 else None
 
 
-def _known_group(lists: list[tuple[int, ...]], ranks: ProcessRanks) -> ProcessRanks:
+def _known_group(lists: list[list[int]], ranks: ProcessRanks) -> ProcessRanks:
     """The group of this process among such lists, made once: DTensor remembers a mesh that looks like another one."""
-    known = _made.setdefault(dist.group.WORLD, {})
-    if tuple(lists) not in known:
-        known[tuple(lists)] = group_of(lists, ranks, Made())
-    return known[tuple(lists)]
+    known, key = _made.setdefault(dist.group.WORLD, {}), tuple(map(tuple, lists))
+    if key not in known:
+        known[key] = group_of(lists, ranks, Made())
+    return known[key]
 
 
 _made: "weakref.WeakKeyDictionary[Any, dict[tuple[tuple[int, ...], ...], ProcessRanks]]" = weakref.WeakKeyDictionary()

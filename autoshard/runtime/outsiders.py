@@ -1,8 +1,6 @@
 """What comes from outside of a cut model: modules that share its parameters, and nested tensors of others."""
 
 import gc
-import sys
-from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
@@ -15,9 +13,7 @@ from autoshard.runtime.rank_tensor import NESTED
 
 def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
     """Raise `ApplyError` if a module outside of `model` has one of its tensors that are to be cut, by name."""
-    held = _held_elsewhere(model, tensors, names)
-    if not held:
-        return
+    held = {id(tensors[name]): name for name in names}
     with all_listed():
         found = _sharing(model, held)
         if found:
@@ -31,36 +27,19 @@ def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor], name
         )
 
 
-def _held_elsewhere(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[int, str]:
-    """Names of tensors, by id, that something holds besides the modules of `model` and the dict `tensors`.
-
-    Most models are cut before that is so: only then all objects of the process have to be looked through.
-    """
-    alone = {"": torch.empty(0)}
-    usual = sys.getrefcount(alone[""])
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    distinct = {id(table): table for table in tables}.values()  # shallow copies of a module share its tables
-    slots = Counter(id(tensor) for table in distinct for tensor in table.values())
-    times = Counter(id(tensor) for tensor in tensors.values())
-    return {
-        id(tensors[name]): name
-        for name in names
-        if sys.getrefcount(tensors[name]) > usual - 1 + slots[id(tensors[name])] + times[id(tensors[name])]
-    }
-
-
 def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | None:
     """The name of a tensor that a module outside of `model` has, and the class of that."""
-    inside = {id(module) for module in model.modules()}
+    inside = list(model.modules())
+    # shallow copies of a module share its tables
+    known = {id(one) for module in inside for one in (module, module._parameters, module._buffers)}
     everything = gc.get_objects()
     kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, nn.Module)}
     for other in everything:
-        if type(other) in kinds and id(other) not in inside:
-            owned = vars(other)
-            for held in (owned.get("_parameters"), owned.get("_buffers")):
-                for tensor in (held or {}).values():
-                    if id(tensor) in names:
-                        return names[id(tensor)], type(other).__name__
+        if type(other) in kinds and id(other) not in known:
+            tables = (vars(other).get("_parameters"), vars(other).get("_buffers"))
+            for tensor in (one for table in tables if table and id(table) not in known for one in table.values()):
+                if id(tensor) in names:
+                    return names[id(tensor)], type(other).__name__
     return None
 
 

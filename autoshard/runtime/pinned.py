@@ -4,13 +4,11 @@
     stored, any other   [ k ]  ──▶ buffer a ──copy stream──▶ cuda:0       one is filled while the other is on its way
                                ──▶ buffer b
 
-Every buffer has an event behind its last copy, which is waited for before it is filled again. A page-locked tensor is
-one slab of ordinary memory, locked as a whole and given back with the last tensor in it: torch's own pinned memory
-comes in powers of two, up to twice what is asked for.
+Every buffer has an event behind its last copy, which is waited for before it is filled again. Tensors are page-locked
+where they are: torch's own pinned memory comes in powers of two, up to twice what is asked for.
 """
 
 import contextlib
-import mmap
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +20,9 @@ import torch
 from autoshard.common.packed import is_packed, repacked
 from autoshard.runtime.devices import copy_strides, is_accelerator
 from autoshard.runtime.mapped import file_of
-from autoshard.runtime.moves import set_data, tied_groups
 
 BUFFER_BYTES = 32 << 20
-SLAB_BYTES = 256 << 20
-ALIGNMENT_BYTES = 64  # what torch gives the tensors that it allocates itself
+LEAST_BYTES = 1 << 20  # smaller tensors share pages with others, and are quickly staged
 Lock = Callable[[int, int], Callable[[], object] | None]
 """(address, bytes) -> what unlocks them again, None if they can't be locked."""
 
@@ -129,21 +125,12 @@ def _chunks(into: torch.Tensor, value: torch.Tensor) -> Iterator[tuple[torch.Ten
 
 
 def pin(tensors: Iterable[torch.Tensor], lock: Lock) -> None:
-    """Move CPU tensors, the same objects, to locked memory as far as it can be had; takes one slab more meanwhile."""
-    distinct = {str(id(tensor)): tensor for tensor in tensors if _can_be_pinned(tensor)}
-    alone = [distinct[names[0]] for names in tied_groups(distinct) if len(names) == 1]
-    for group in _groups(alone):
-        slab = mmap.mmap(-1, sum(map(_room, group)))
-        unlock = lock(torch.frombuffer(slab, dtype=torch.uint8).data_ptr(), len(slab))
-        if unlock is None:
-            return
-        weakref.finalize(slab, unlock).atexit = False
-        offset = 0
-        with torch.inference_mode(False), torch.no_grad():
-            for tensor in group:
-                raw = torch.frombuffer(slab, dtype=torch.uint8, count=tensor.nbytes, offset=offset)
-                set_data(tensor, raw.view(tensor.dtype).view(tensor.shape).copy_(tensor))
-                offset += _room(tensor)
+    """Lock the memory of large CPU tensors where it is, as far as that can be; it is unlocked when it is freed."""
+    storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors if _can_be_pinned(tensor)}
+    for address, storage in storages.items():
+        unlock = lock(address, storage.nbytes())
+        if unlock is not None:
+            weakref.finalize(storage, unlock).atexit = False
 
 
 def lock_for(device: torch.device) -> Lock | None:
@@ -161,22 +148,8 @@ def lock_for(device: torch.device) -> Lock | None:
 
 
 def _can_be_pinned(tensor: torch.Tensor) -> bool:
-    if is_packed(tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.numel() == 0:
+    """Whether a tensor is alone in ordinary memory that is not locked yet."""
+    if is_packed(tensor) or tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
-    whole = tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
-    return whole and file_of(tensor) is None and not tensor.is_pinned()
-
-
-def _groups(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    group: list[torch.Tensor] = []
-    for tensor in tensors:
-        if group and sum(map(_room, group)) + _room(tensor) > SLAB_BYTES:
-            yield group
-            group = []
-        group.append(tensor)
-    if group:
-        yield group
-
-
-def _room(tensor: torch.Tensor) -> int:
-    return -(-tensor.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    alone = LEAST_BYTES <= tensor.nbytes == tensor.untyped_storage().nbytes()
+    return alone and file_of(tensor) is None and not tensor.is_pinned()

@@ -24,7 +24,7 @@ from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
-from autoshard.runtime.groups import control_group, end_groups, group_of, shard_groups
+from autoshard.runtime.groups import control_group, end_groups, grid_of, group_of, lines, shard_groups
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import SMALL_BUFFER, Undo, move_tensors, named_tensors, on_meta, set_data, tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of
@@ -265,14 +265,12 @@ def _make_groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> Pro
     if mesh.size == mesh.pp:
         record.control = control_group([list(range(mesh.size))], ranks, record.across, record.made)
         return None
-    data, pipeline, tensor = range(mesh.data), range(mesh.pp), range(mesh.tp)
-    across = [[mesh.rank(data=d, pipeline=p, tensor=t) for p in pipeline] for d in data for t in tensor]
-    replicas = [[mesh.rank(data=d, pipeline=p, tensor=t) for d in data] for p in pipeline for t in tensor]
-    sharing = [[mesh.rank(data=d, pipeline=p, tensor=t) for t in tensor] for d in data for p in pipeline]
+    grid = grid_of(mesh).reshape(mesh.data, mesh.pp, mesh.tp)
+    across = lines(grid, 1)
     record.across = group_of(across, ranks, record.made)
-    record.replicas = group_of(replicas, ranks, record.made) if mesh.data > 1 else None
+    record.replicas = group_of(lines(grid, 0), ranks, record.made) if mesh.data > 1 else None
     record.control = control_group(across, ranks, record.across, record.made)
-    return group_of(sharing, ranks, record.made) if mesh.tp > 1 else None
+    return group_of(lines(grid, 2), ranks, record.made) if mesh.tp > 1 else None
 
 
 def own_cuts(record: PipelineRecord) -> tuple[Cut, ...]:

@@ -20,10 +20,10 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, VerifyError, first_line
 from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED
-from autoshard.runtime import remove
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.dispatch import remove
 from autoshard.runtime.hooks import RootHook
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.microbatches import Divide

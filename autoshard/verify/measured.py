@@ -23,7 +23,7 @@ from autoshard.capture.capture import calls_of
 from autoshard.engine.estimate import Event
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
-from autoshard.runtime import apply_plan
+from autoshard.runtime.dispatch import apply_plan
 
 _WARM_UP = 2
 Taken = Callable[[], tuple[Event, ...]]

@@ -12,8 +12,8 @@ from torch import nn
 
 from autoshard.capture.capture import calls_of
 from autoshard.plan import Plan
-from autoshard.runtime import apply_plan, is_applied
 from autoshard.runtime.cuts import apply_cuts
+from autoshard.runtime.dispatch import apply_plan, is_applied
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.verify.compare import compare
 from autoshard.verify.run import Work, run

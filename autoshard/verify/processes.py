@@ -21,10 +21,9 @@ from autoshard.pipelines.schedule import RankSchedule
 from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.sharding import even_shares
-from autoshard.runtime import apply_plan
 from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
-from autoshard.runtime.dispatch import own_place
+from autoshard.runtime.dispatch import apply_plan, own_place
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.verify.compare import Errors, compare, stopped, verification
 from autoshard.verify.report import Difference, Verification

@@ -12,7 +12,7 @@ from torch import nn
 
 from autoshard.capture.run import own_random_numbers
 from autoshard.errors import AutoshardError, VerifyError, first_line
-from autoshard.runtime import is_applied, remove
+from autoshard.runtime.dispatch import is_applied, remove
 from autoshard.verify.compare import CoarsestType
 from autoshard.verify.random_numbers import SameRandomNumbers
 from autoshard.verify.run import RunResult, Work, rounding_of

@@ -23,9 +23,9 @@ from autoshard.errors import AutoshardError, VerifyError
 from autoshard.plan import Plan, refuse_priced_alone
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
-from autoshard.runtime import apply_device_map, apply_plan, is_applied
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
+from autoshard.runtime.dispatch import apply_device_map, apply_plan, is_applied
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.simulate.devices import SimulatedDevices
 from autoshard.verify.compare import Errors, compare, verification

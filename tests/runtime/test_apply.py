@@ -15,8 +15,8 @@ import autoshard
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan import Plan
-from autoshard.runtime import apply_device_map, apply_plan, is_applied, remove
 from autoshard.runtime.around import layers_of
+from autoshard.runtime.dispatch import apply_device_map, apply_plan, is_applied, remove
 from tests.hooks import is_hooked
 from tests.models import same
 from tests.runtime.models import HARD, D, rows

@@ -12,9 +12,9 @@ from torch import nn
 
 import autoshard
 from autoshard.plan import Plan
-from autoshard.runtime import apply_device_map, apply_plan, remove
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import copy_strides, copy_tensor
+from autoshard.runtime.dispatch import apply_device_map, apply_plan, remove
 from tests.hooks import is_hooked
 
 D = 8

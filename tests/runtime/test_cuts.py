@@ -11,9 +11,9 @@ from torch import nn
 
 from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import PlanError, RankError
-from autoshard.runtime import apply_plan
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.slices import join
 from tests.conformance.rank_checks import ADD, GATHER
 from tests.ranks import run_jobs, run_ranks

@@ -14,8 +14,8 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Action, Cut
 from autoshard.plan.workload import Workload
-from autoshard.runtime import apply_plan, remove
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
+from autoshard.runtime.dispatch import apply_plan, remove
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.slices import CutTensor, merge

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.runtime import apply_device_map, remove
+from autoshard.runtime.dispatch import apply_device_map, remove
 from tests.hooks import is_hooked
 
 D = 8

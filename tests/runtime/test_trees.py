@@ -9,7 +9,7 @@ from torch import nn
 
 import autoshard
 from autoshard.nested import map_tensors
-from autoshard.runtime import apply_device_map, remove
+from autoshard.runtime.dispatch import apply_device_map, remove
 from tests.models import same
 
 D = 4
