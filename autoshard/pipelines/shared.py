@@ -20,9 +20,6 @@ from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.sharded import own_part
 from autoshard.runtime.staged import whole_value
 
-BUCKET = 1 << 25
-"""Elements summed at a time."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
@@ -147,26 +144,10 @@ def _sum(one: Sum) -> None:
         return
     device = one.parameters[0].device
     there = torch.tensor([float(parameter.grad is not None) for parameter in one.parameters], device=device)
-    counts = one.ranks.all_reduce(there).tolist()
-    wanted = [parameter for parameter, count in zip(one.parameters, counts, strict=True) if count]
-    for dtype in dict.fromkeys(parameter.dtype for parameter in wanted):
-        bucket: list[nn.Parameter] = []
-        for parameter in [parameter for parameter in wanted if parameter.dtype == dtype]:
-            if bucket and sum(other.numel() for other in bucket) + parameter.numel() > BUCKET:
-                _sum_bucket(bucket, one.ranks)
-                bucket = []
-            bucket.append(parameter)
-        if bucket:
-            _sum_bucket(bucket, one.ranks)
-
-
-def _sum_bucket(parameters: list[nn.Parameter], ranks: ProcessRanks | Holders) -> None:
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    own = [own_part(grad) for grad in grads]
     with torch.no_grad():
-        flat = ranks.all_reduce(torch.cat([part.reshape(-1) for part in own]))
-        for parameter, grad, here, part in zip(
-            parameters, grads, own, flat.split([part.numel() for part in own]), strict=True
-        ):
-            here.copy_(part.view(here.shape))
-            parameter.grad = grad
+        for parameter, count in zip(one.parameters, one.ranks.all_reduce(there).tolist(), strict=True):
+            if count:
+                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                own = own_part(grad)
+                own.copy_(one.ranks.all_reduce(own))
+                parameter.grad = grad

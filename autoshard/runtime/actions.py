@@ -23,7 +23,7 @@ from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Close, Listed, Open
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.recompute import runs_again
-from autoshard.runtime.steps import ALONG, Memo, Step
+from autoshard.runtime.steps import ALONG, Step
 
 ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
@@ -71,18 +71,6 @@ class After:
             for step in self.steps:
                 result = step.after(result)
             return result
-
-
-class Forget:
-    """Hook, also after an exception: a block has run, its tensors enter anew next time."""
-
-    __slots__ = ("memo",)
-
-    def __init__(self, memo: Memo) -> None:
-        self.memo = memo
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        self.memo.forget()
 
 
 def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:

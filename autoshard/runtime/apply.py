@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from autoshard import torch_private
 from autoshard.common.fingerprint import fingerprint
 from autoshard.common.module_paths import find_scripted
 from autoshard.errors import ApplyError, PlanError
@@ -23,7 +22,7 @@ from autoshard.runtime.boundaries import find_boundaries, hook_boundaries, unhoo
 from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.hooks import Hook, RootHook
 from autoshard.runtime.microbatches import division_of
-from autoshard.runtime.moves import move_tensors, named_tensors, tied_groups
+from autoshard.runtime.moves import check_filled, move_tensors, named_tensors, tied_groups
 from autoshard.runtime.recompute import recomputed_in
 from autoshard.runtime.resting import check_offloaded, make_streams, offloaded_module, resting
 from autoshard.runtime.state import Record, Runtime
@@ -122,12 +121,9 @@ def _record(
         [*plan.placements.values(), *execution_devices.entries.values(), execution_devices.devices[""]]
     )
     devices = _devices(tensors, execution_devices.entries)
-    smallest: dict[torch.device, str] = {}
-    for name, device in devices.items():
-        if offloaded_module(name, plan.offloaded) is not None:
-            continue
-        if tensors[name].numel() and tensors[name].numel() < tensors[smallest.get(device, name)].numel() + 1:
-            smallest[device] = name
+    staying = {name: device for name, device in devices.items() if offloaded_module(name, plan.offloaded) is None}
+    by_size = sorted((name for name in staying if tensors[name].numel()), key=lambda name: -tensors[name].numel())
+    smallest = {staying[name]: name for name in by_size}
     return Record(
         placements=dict(execution_devices.entries),
         devices=devices,
@@ -175,11 +171,7 @@ def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, tensor in tensors.items():
         if is_lazy(tensor):
             raise ApplyError(f"{name} has no shape yet: it is lazy. Run the model once, then apply the plan.")
-        if tensor.device.type == "meta" or isinstance(tensor, torch_private.FakeTensor):
-            raise ApplyError(
-                f"{name} has no data: it is on the meta device. Load the weights first, for example with "
-                "model.to_empty(device='cpu') and model.load_state_dict(…), then apply the plan."
-            )
+    check_filled(tensors)
 
 
 def _check_modules(model: nn.Module, own: Runtime | None) -> None:

@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from autoshard.common.module_paths import above, is_below, is_container, parent
+from autoshard.errors import ApplyError
 from autoshard.plan.placement import resolve_execution_devices
 from autoshard.runtime.around import surround, take_off
 from autoshard.runtime.devices import CPU, is_accelerator, resolve_device, send
 from autoshard.runtime.hooks import CallGuard, Hook, RootHook
 from autoshard.runtime.microbatches import Divide
 from autoshard.runtime.recompute import hook_recompute
-from autoshard.runtime.replicas import Scatter, check_replicable
+from autoshard.runtime.replicas import Scatter, why_not_replicable
 from autoshard.runtime.state import Record, Runtime
 from autoshard.runtime.streaming import hook_streams
 
@@ -28,8 +29,8 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, hooks: Mapping[str, Hook
     """Hook a model whose tensors are where `runtime.record` says."""
     modules = dict(model.named_modules())
     division = runtime.record.division
-    if division is not None and division.devices:
-        check_replicable(model)
+    if division is not None and division.devices and (reason := why_not_replicable(model)):
+        raise ApplyError(reason)
     for path, hook in hooks.items():
         surround(modules[path], hook)
     if division is not None:

@@ -11,6 +11,7 @@ ranks have whole then differ between ranks, and those of stages were scaled by d
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import ApplyError, RankError
-from autoshard.runtime.collectives import ProcessRanks, Ranks, layout
+from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks, layout
 from autoshard.runtime.elementwise import check_elementwise
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.pipeline_record import PipelineRecord
@@ -30,7 +31,6 @@ Cuts = dict[str, CutTensor]
 _cut: "weakref.WeakKeyDictionary[nn.Module, tuple[Cuts, Ranks]]" = weakref.WeakKeyDictionary()
 _staged: "weakref.WeakKeyDictionary[nn.Module, PipelineRecord]" = weakref.WeakKeyDictionary()
 _steps: "weakref.WeakKeyDictionary[torch.optim.Optimizer, int]" = weakref.WeakKeyDictionary()
-_watching: list[Any] = []
 _FIRST_STEPS, _EVERY = 8, 16
 """In which steps gradients are compared between ranks."""
 _SMALL, _ROUNDING = 1 << 16, 1e-3
@@ -106,9 +106,9 @@ def check_scaled(factors: Sequence[float]) -> None:
         )
 
 
+@cache
 def _watch() -> None:
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _is_looked_at(step: int) -> bool:
@@ -229,13 +229,9 @@ def _over(ranks: Ranks, norm: torch.Tensor) -> torch.Tensor:
 
 def _counted(gradient: torch.Tensor, cut: CutTensor, ranks: Ranks) -> torch.Tensor:
     """A gradient without what rank 0 has as well."""
-    where = layout(cut.axis, cut.shares)
-    if not len(where.common[0]):
+    if not len(layout(cut.axis, cut.shares).common[0]):
         return gradient
-    counts = [torch.ones(len(part)) for part in where.kept]
-    for rank in range(1, ranks.size):
-        counts[rank][torch.from_numpy(where.common[rank])] = 0
     shape = [1] * gradient.dim()
     shape[cut.dim] = -1
-    mask: torch.Tensor = ranks.own(tuple(counts)).to(gradient.device, gradient.dtype).view(shape)
-    return gradient * alike_on(gradient, mask)
+    owned = Axis.of(ranks, cut.axis, cut.shares).owned.to(gradient.device, gradient.dtype)
+    return gradient * alike_on(gradient, owned.view(shape))

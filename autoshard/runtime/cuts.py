@@ -19,7 +19,7 @@ from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.sharding import Cut, Results, Scale
-from autoshard.runtime.actions import Forget, Memo, Step, check, install
+from autoshard.runtime.actions import check, install
 from autoshard.runtime.agreement import RankState, agree, state_of_rank, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
@@ -29,17 +29,14 @@ from autoshard.runtime.draws import watch_draws
 from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
-from autoshard.runtime.moves import Undo, named_tensors, revert
-from autoshard.runtime.outsiders import Dense, check_not_shared
+from autoshard.runtime.moves import Undo, check_filled, named_tensors, revert
+from autoshard.runtime.outsiders import check_not_shared, refuse_nested
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, running
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
-from autoshard.runtime.slices import (
-    cut_tensors,
-    find_cut_tensors,
-    merge_tensors,
-)
+from autoshard.runtime.slices import cut_tensors, find_cut_tensors, merge_tensors
+from autoshard.runtime.steps import Memo, Step
 
 
 class Loader(Protocol):
@@ -159,9 +156,8 @@ def _prepare(
     if cut_record(model) is not None:
         raise ApplyError("this model is cut already. Call autoshard.remove(model) first.")
     tensors = named_tensors(model)
-    for name in () if shapes_only else [name for name in tensors if name not in absent]:
-        if tensors[name].is_meta or isinstance(tensors[name], torch_private.FakeTensor):
-            raise ApplyError(f"{name} has no data: it is on the meta device. Load the weights first.")
+    if not shapes_only:
+        check_filled({name: tensor for name, tensor in tensors.items() if name not in absent})
     for cut in cuts:
         _check_cut(cut, ranks)
     found = find_cut_tensors(model, cuts)
@@ -248,9 +244,9 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         handles += install(modules[path], steps)
     for block, memo in ready.memos.items():
         for path in {block, ""}:  # a block may be a container that is never called itself
-            handles.append(modules[path].register_forward_hook(Forget(memo), always_call=True))
+            handles.append(modules[path].register_forward_hook(memo.forget, always_call=True))
     for path in _may_meet_nested(ready):
-        handles.append(modules[path].register_forward_pre_hook(Dense(), prepend=True))
+        handles.append(modules[path].register_forward_pre_hook(refuse_nested, prepend=True))
     handles += watch_draws(model, ready.record.cuts, ready.record.ranks)
     handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
@@ -261,7 +257,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
                 if path:
                     first = AloneCall(ready.record.ranks.devices)
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
-                handles.append(module.register_forward_hook(Leave(), always_call=True))
+                handles.append(module.register_forward_hook(_leave, always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
         for path, module in model.named_modules():
             whole = WholeState(ready.record, path)
@@ -354,14 +350,12 @@ def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwar
     return given
 
 
-class Leave:
+def _leave(module: nn.Module, args: tuple, result: Any) -> Any:
     """Hook, also after an exception: a forward on all ranks in this process ends where it began."""
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
-        mode = running()
-        if mode is None or mode.began is not module:
-            return None
-        mode.__exit__(None, None, None)
-        if result is not None:
-            mode.given.check(type(module).__name__, OF_RANKS)
-        return map_tensors(result, lambda tensor: collect(tensor, mode.output_device))
+    mode = running()
+    if mode is None or mode.began is not module:
+        return None
+    mode.__exit__(None, None, None)
+    if result is not None:
+        mode.given.check(type(module).__name__, OF_RANKS)
+    return map_tensors(result, lambda tensor: collect(tensor, mode.output_device))

@@ -34,7 +34,7 @@ from autoshard.runtime.devices import is_accelerator
 from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
-from autoshard.runtime.moves import move_tensors, named_tensors
+from autoshard.runtime.moves import check_filled, move_tensors, named_tensors
 from autoshard.runtime.sharded import (
     Replaced,
     Sharing,
@@ -219,12 +219,8 @@ def check_replicas(model: nn.Module, plan: Plan, filled: bool = False) -> None:
         )
     if plan.cuts and plan.mesh is not None and plan.mesh.sharded and not plan.launch:
         raise PlanError("a plan can't cut parameters over ranks and shard them over replicas, too. Plan again.")
-    for name, tensor in named_tensors(model).items():
-        if tensor.is_meta and not filled:
-            raise ApplyError(
-                f"{name} has no data: it is on the meta device. autoshard.load(path, plan=plan, model=…) fills and "
-                "divides such a model, or load the weights first."
-            )
+    if not filled:
+        check_filled(named_tensors(model))
 
 
 def replica_record(model: nn.Module) -> ReplicaRecord | None:

@@ -1,8 +1,8 @@
 """Everything that depends on the type of a device: does it exist, how is it copied to, which one is current."""
 
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -53,38 +53,18 @@ def is_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
-def current_index(device: torch.device) -> int | None:
-    """Return the index of the current device of this type; None if the type has no such notion."""
-    module = torch.get_device_module(device.type)
-    return module.current_device() if hasattr(module, "set_device") else None
-
-
-def set_current(device: torch.device, index: int) -> None:
-    """Make `index` the current device of this type."""
-    torch.get_device_module(device.type).set_device(index)
-
-
-@contextmanager
-def current(device: torch.device) -> Iterator[None]:
+def current(device: torch.device) -> AbstractContextManager[Any]:
     """Inside, an accelerator is the current one of its type; of others there is none."""
-    before = current_index(device) if is_accelerator(device) else None
-    if before is None or before == device.index:
-        yield
-        return
-    set_current(device, device.index)
-    try:
-        yield
-    finally:
-        set_current(device, before)
+    return torch.accelerator.device_index(device.index) if is_accelerator(device) else nullcontext()
 
 
 def make_current(device: torch.device) -> None:
-    """Let this process compute on a device from now on: collectives of NCCL, of torch itself too, use the current one.
+    """Let this thread compute on a device from now on: collectives of NCCL, of torch itself too, use the current one.
 
     The one place where it is set for a process of its own; before any collective.
     """
-    if is_accelerator(device) and device.index is not None and current_index(device) is not None:
-        set_current(device, device.index)
+    if is_accelerator(device) and device.index is not None:
+        torch.accelerator.set_device_index(device.index)
 
 
 def copy_tensor(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

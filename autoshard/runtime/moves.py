@@ -29,6 +29,17 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def check_filled(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ApplyError` for a tensor without values."""
+    for name, tensor in tensors.items():
+        if tensor.is_meta or isinstance(tensor, torch_private.FakeTensor):
+            raise ApplyError(
+                f"{name} has no data: it is on the meta device. autoshard.load(path, plan=plan, model=…) fills and "
+                "divides such a model; or load the weights before, for example with model.to_empty(device='cpu') and "
+                "model.load_state_dict(…)."
+            )
+
+
 SMALL_BUFFER = 1 << 16
 """Elements up to which a buffer has values in a copy without weights, and on every rank: code decides by such."""
 
@@ -146,7 +157,7 @@ def _changed(
 
 
 def memory_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
-    """Group names whose tensors share memory; parts of one tensor that lie one after the other go their own ways.
+    """Group names whose tensors share memory; parts of one tensor that have no element in common go their own ways.
 
     Libraries load a fused matrix and take it apart into views: of q, k and v each is cut as if the others were not.
     """
@@ -155,17 +166,27 @@ def memory_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
         views: dict[tuple, list[str]] = {}
         for name in names if len(names) > 1 and not is_packed(tensors[names[0]]) else ():
             views.setdefault(geometry(tensors[name]), []).append(name)
-        spans = sorted(_span(tensors[view[0]]) for view in views.values()) if len(views) > 1 else []
-        apart = views and all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
-        groups += [tuple(view) for view in views.values()] if apart else [names]
+        apart = all(_are_apart(tensors[a[0]], tensors[b[0]]) for a, b in itertools.combinations(views.values(), 2))
+        groups += [tuple(view) for view in views.values()] if apart and views else [names]
     return groups
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and that after its last."""
-    begin = tensor.storage_offset()
-    end = begin + 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return int(begin) * tensor.element_size(), int(end) * tensor.element_size()
+def _are_apart(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two views of one memory with the same strides are known to have no element in common.
+
+    Both are seen as boxes: what is left of an offset after the larger strides says where a box begins in a dimension.
+    """
+    if left.stride() != right.stride() or left.dtype != right.dtype or 0 in left.stride():
+        return False
+    apart, outer = False, 0
+    mine, theirs = int(left.storage_offset()), int(right.storage_offset())
+    for step, dim in sorted(zip(left.stride(), range(left.dim()), strict=True), reverse=True):
+        (begin, mine), (other, theirs) = divmod(mine, step), divmod(theirs, step)
+        end, other_end = begin + left.shape[dim], other + right.shape[dim]
+        if outer and max(end, other_end) * step > outer:  # it goes on in the next row: no box
+            return False
+        apart, outer = apart or end <= other or other_end <= begin, step
+    return apart
 
 
 def geometry(tensor: torch.Tensor) -> tuple:

@@ -43,9 +43,7 @@ def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | No
     return None
 
 
-class Dense:
+def refuse_nested(module: nn.Module, args: tuple) -> None:
     """Pre-hook of a block: a layer that is cut has no sizes for nested tensors."""
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        if any(isinstance(value, torch.Tensor) and value.is_nested for value in args):
-            raise ApplyError(f"{type(module).__name__} is cut: {NESTED}")
+    if any(isinstance(value, torch.Tensor) and value.is_nested for value in args):
+        raise ApplyError(f"{type(module).__name__} is cut: {NESTED}")

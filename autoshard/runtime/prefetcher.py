@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autoshard.common.packed import stored_tensors
-from autoshard.runtime.devices import CPU, copy_tensor, is_accelerator, set_current
+from autoshard.runtime.devices import CPU, copy_tensor, is_accelerator, make_current
 from autoshard.runtime.mapped import bring
 from autoshard.runtime.pinned import Uploads, has_streams
 
@@ -51,8 +51,8 @@ class Carrier:
 
     def _start(self) -> None:
         """Begin the thread: its device is the current one in it."""
-        if self.by_stream and self.device.index is not None:
-            set_current(self.device, self.device.index)
+        if self.by_stream:
+            make_current(self.device)
 
     def begin(self, stored: Sequence[torch.Tensor]) -> LoadFuture:
         """Start to bring tensors; returns a future."""

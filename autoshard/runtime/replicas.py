@@ -22,7 +22,6 @@ from torch import nn
 
 from autoshard.common.module_paths import find_scripted
 from autoshard.common.packed import own_attributes
-from autoshard.errors import ApplyError
 from autoshard.plan.sharding import shares_of
 from autoshard.runtime.around import Around
 from autoshard.runtime.chunks import BatchPart
@@ -35,12 +34,6 @@ _COMPILED = "_compiled_call_impl"
 """What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
 _WRAPPED = "_orig_mod"
 """The module in what `torch.compile(module)` returns, whose forward is a function of it, too."""
-
-
-def check_replicable(model: nn.Module) -> None:
-    """Raise `ApplyError` for a model of which replicas can't be made."""
-    if reason := why_not_replicable(model):
-        raise ApplyError(reason)
 
 
 def why_not_replicable(model: nn.Module) -> str:

@@ -111,8 +111,7 @@ def shard(
     used.handles += [*means.watch(), model.register_forward_hook(means)]
     used.handles.append(model.register_forward_hook(order))
     _followed.append(weakref.ref(used, _followed.remove))
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before_step))
+    _watch_steps()
     return used
 
 
@@ -330,7 +329,6 @@ def _let_go(parameter: nn.Parameter) -> None:
 
 _MARK = "autoshard_replaced"
 """Attribute of a parameter that is not the model's for now."""
-_watching: list[Any] = []
 
 
 class Used:
@@ -424,6 +422,11 @@ def _see(seen: set[int], index: int, parameter: torch.Tensor) -> None:
 
 _NOTED = "autoshard_noted"
 _followed: "list[weakref.ref[Used]]" = []
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -26,7 +26,16 @@ from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.groups import control_group, end_groups, grid_of, group_of, lines, shard_groups
 from autoshard.runtime.launched import recompute_layers
-from autoshard.runtime.moves import SMALL_BUFFER, Undo, move_tensors, named_tensors, on_meta, set_data, tied_groups
+from autoshard.runtime.moves import (
+    SMALL_BUFFER,
+    Undo,
+    check_filled,
+    move_tensors,
+    named_tensors,
+    on_meta,
+    set_data,
+    tied_groups,
+)
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of
 from autoshard.runtime.sharded import (
     Sharing,
@@ -103,7 +112,7 @@ def _agreed(
                 check_shardable(model, plan)
             record = _record(plan, ranks, device, tensors)
             if not loaded:
-                _check_values(record, tensors)
+                check_filled({name: tensor for name, tensor in tensors.items() if record.has(name)})
             state = _rank_state(model, plan, device)
             if plan.cuts or (plan.launch and plan.workload.training):
                 record.extras["skeleton"] = skeleton_of(model, plan)
@@ -236,15 +245,6 @@ def _record(
         holders=holders,
         originals={name: tensor.device for name, tensor in tensors.items()},
     )
-
-
-def _check_values(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.is_meta and record.has(name):
-            raise ApplyError(
-                f"{name} has no data: it is on the meta device, and this process (rank {record.ranks.rank}) runs its "
-                "stage. Load the weights first."
-            )
 
 
 def _rank_state(model: nn.Module, plan: Plan, device: torch.device) -> RankState:

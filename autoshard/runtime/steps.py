@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from autoshard import torch_private
@@ -29,11 +30,10 @@ class Memo:
     `given`: (as it was changed, as it was) of arguments that a module hands on.
     """
 
-    __slots__ = ("collected", "entered", "given")
+    __slots__ = ("given", "made")
 
     def __init__(self) -> None:
-        self.collected: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
-        self.entered: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self.made: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy_to_region(self, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
@@ -42,16 +42,16 @@ class Memo:
             return tensor
         if torch.compiler.is_compiling():
             return copy_to_region(tensor, ranks)
-        known = self.entered.get(id(tensor))
-        if known is None or known[0] is not tensor or known[2] != tensor._version:
-            known = self.entered[id(tensor)] = tensor, copy_to_region(tensor, ranks), tensor._version
-        return known[1]
+        return self._once("entered", tensor, lambda: copy_to_region(tensor, ranks))
 
     def collect(self, tensor: torch.Tensor, ranks: Ranks, dim: int) -> torch.Tensor:
         """Return all tokens of a tensor of which this rank has a part."""
-        known = self.collected.get(id(tensor))
+        return self._once("collected", tensor, lambda: along(tensor, ranks, dim, "collect"))
+
+    def _once(self, what: str, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        known = self.made.get((what, id(tensor)))
         if known is None or known[0] is not tensor or known[2] != tensor._version:
-            known = self.collected[id(tensor)] = tensor, along(tensor, ranks, dim, "collect"), tensor._version
+            known = self.made[what, id(tensor)] = tensor, make(), tensor._version
         return known[1]
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -61,10 +61,9 @@ class Memo:
                 tensor = given
         return tensor
 
-    def forget(self) -> None:
-        """The forward is over."""
-        self.entered.clear()
-        self.collected.clear()
+    def forget(self, module: nn.Module, args: tuple, result: Any) -> None:
+        """Hook, also after an exception: a block has run, its tensors enter anew next time."""
+        self.made.clear()
         self.given.clear()
 
     def __deepcopy__(self, memo: dict) -> "Memo":

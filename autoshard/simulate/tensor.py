@@ -227,9 +227,9 @@ def run_op(
         return func(*args, **kwargs)
     if traits.composite and not found.nested:
         return _decompose(func, args, kwargs, mode)
-    if not traits.mixing and found.owner is not None:
-        if found.other is not None or found.ordinary or _writes_plain(traits, args):
-            raise _mixed(func, found)
+    mixed = found.other is not None or found.ordinary or _writes_plain(traits, args)
+    if mixed and found.owner is not None and not traits.mixing:
+        raise _mixed(func, found)
     owner = found.owner
     if asked is not None:
         plain_kwargs["device"] = torch.device("cpu")

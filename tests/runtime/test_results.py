@@ -11,7 +11,7 @@ import autoshard
 from autoshard import torch_private
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh
-from autoshard.runtime.outsiders import Dense
+from autoshard.runtime.outsiders import refuse_nested
 from tests.pipelines.plans import plan_of
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
@@ -148,9 +148,9 @@ def test_padding_masks_that_were_not_planned():
     autoshard.apply(model, DEVICES, inputs={"src": x}, strategy="column-parallel", objective="memory")
     with torch.no_grad(), pytest.raises(ApplyError, match="enable_nested_tensor=False"):
         model(x, src_key_padding_mask=padding)
-    assert any(isinstance(hook, Dense) for hook in torch_private.forward_pre_hooks(model.layers[0]))
+    assert refuse_nested in torch_private.forward_pre_hooks(model.layers[0])
     with pytest.raises(ApplyError, match="Linear is cut: a nested tensor"):  # in one of several processes
-        Dense()(nn.Linear(8, 8), (torch.nested.nested_tensor([x[0], x[1, :2]]),))
+        refuse_nested(nn.Linear(8, 8), (torch.nested.nested_tensor([x[0], x[1, :2]]),))
 
 
 class Packed(nn.GRU):
