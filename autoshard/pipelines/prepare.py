@@ -23,6 +23,7 @@ from autoshard.nested import leaves_in, tensors_in
 from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_value, write_program, write_value_guards
 from autoshard.pipelines.steps import RecordedCall, find_steps, is_inside
 from autoshard.runtime.chunks import BatchPart
+from autoshard.runtime.losses import loss_path
 from autoshard.runtime.pipeline_record import PipelineRecord
 
 Spec = tuple[torch.Size, torch.dtype]
@@ -52,15 +53,8 @@ class Prepared:
 
     @property
     def loss(self) -> str:
-        """The path of the loss in the output: what is called so, else the only number. Raises `PlanError`."""
-        named = [path for path in self.scalars if path.rpartition(".")[2] == "loss"]
-        if len(named or self.scalars) != 1:
-            what = "several" if self.scalars else "no"
-            raise PlanError(
-                f"the output of the model has {what} scalars to differentiate, so none is known to be its loss. Give "
-                "the model labels, or pass a function: autoshard.schedule(model, loss)."
-            )
-        return (named or self.scalars)[0]
+        """The path of the loss in the output. Raises `PlanError` where it is not known."""
+        return loss_path(self.scalars)
 
 
 def shape_key(part: BatchPart, model: nn.Module, record: PipelineRecord) -> tuple:

@@ -31,10 +31,6 @@ from autoshard.errors import ApplyError, RankError, first_line
 from autoshard.plan.sharding import coordinates_of, kept, resized
 from autoshard.runtime.departed import find_gone, said_of
 
-# Their names since torch 2.13, and before.
-all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
-reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or getattr(dist, "reduce_scatter_tensor", None)
-
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Layout:
@@ -168,14 +164,18 @@ class ProcessRanks:
         """The tensors of all ranks, by rank."""
         part = tensor.contiguous()
         parts = part.new_empty(self.size * part.numel())
-        self._call(all_gather, parts, part.view(-1))
+        # Its name since torch 2.13, and before.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._call(gather, parts, part.view(-1))
         return parts.view(self.size, *part.shape)
 
     def add_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Sum over ranks, of which this rank keeps its part along a dimension that they divide evenly."""
         parts = tensor.movedim(dim, 0).contiguous()
         own = parts.new_empty(parts.shape[0] // self.size, *parts.shape[1:])
-        self._call(reduce_scatter, own, parts)
+        # Its name since torch 2.13, and before.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        self._call(scatter, own, parts)
         return own.movedim(0, dim).contiguous()
 
     def own_along(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import RankError
-from autoshard.runtime.collectives import ProcessRanks, all_gather, lost, reduce_scatter
+from autoshard.runtime.collectives import ProcessRanks, lost
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +63,14 @@ class Gather(_Named):
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
         self.order.add(self.number)
-        return self._call(all_gather, output_tensor, input_tensor, **options)
+        return self._call(_all_gather, output_tensor, input_tensor, **options)
 
 
 class ReduceScatter(_Named):
     """Averages the gradients of a block, of which each rank keeps its part."""
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, **options: Any) -> Any:
-        return self._call(reduce_scatter, output_tensor, input_tensor, **options)
+        return self._call(_reduce_scatter, output_tensor, input_tensor, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +82,8 @@ class MeanOfReplicas(_Named):
     def __call__(self, gradients: torch.Tensor) -> None:
         gradients.mul_(1 / self.replicas.size)
         self._call(dist.all_reduce, gradients, group=self.replicas.group)
+
+
+# Their names since torch 2.13, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

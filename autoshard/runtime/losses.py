@@ -46,17 +46,25 @@ def factors_of(reduction: Reduction, rows: Sequence[int], targets: Sequence[Any]
     return [size / sum(sizes) for size in sizes]
 
 
-def own_loss(output: Any) -> tuple[str, torch.Tensor]:
-    """The (path, tensor) of the loss in an output: what is called so, else its only scalar. Raises `PlanError`."""
-    found = [(path, tensor) for path, tensor in tensors_in(output) if tensor.requires_grad and tensor.dim() == 0]
-    named = [row for row in found if row[0].rpartition(".")[2] == "loss"]
-    if len(named or found) != 1:
-        what = "several" if found else "no"
+def loss_path(scalars: Sequence[str]) -> str:
+    """The path of the loss among those of the numbers in an output: what is called so, else the only one.
+
+    Raises `PlanError`.
+    """
+    named = [path for path in scalars if path.rpartition(".")[2] == "loss"]
+    if len(named or scalars) != 1:
+        what = "several" if scalars else "no"
         raise PlanError(
             f"the output of the model has {what} scalars to differentiate, so none is known to be its loss. Give the "
             "model labels, or pass a function: autoshard.schedule(model, loss)."
         )
-    return (named or found)[0]
+    return (named or scalars)[0]
+
+
+def own_loss(output: Any) -> torch.Tensor:
+    """The loss in an output. Raises `PlanError` where it is not known."""
+    found = {path: tensor for path, tensor in tensors_in(output) if tensor.requires_grad and tensor.dim() == 0}
+    return found[loss_path(list(found))]
 
 
 def own_factors(batch: BatchAxis, path: str, parts: Sequence[BatchPart]) -> list[float]:

@@ -183,7 +183,10 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 
 def spread(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
     """Give every rank a copy of an ordinary tensor; rank 0's shares its memory if it is there."""
-    first = tensor.detach().to(devices[0])
+    return _from_first(tensor.detach().to(devices[0]), devices)
+
+
+def _from_first(first: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor:
     return RankTensor([first, *(fresh_copy(first, device) for device in devices[1:])], devices)
 
 
@@ -198,8 +201,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
         ctx.device = tensor.device
-        first = fresh_copy(tensor.detach(), devices[0])
-        return RankTensor([first, *(fresh_copy(first, device) for device in devices[1:])], devices)
+        return _from_first(fresh_copy(tensor.detach(), devices[0]), devices)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:

@@ -57,9 +57,8 @@ def make_streams(
     if offloaded:
         check_ties(tensors, devices, offloaded)
     computing = {path: next(iter(found)) for path, found in used.items() if found}
-    return Streams.of(
-        model, {path: device for path, device in computing.items() if device != CPU or offloaded[path] == "disk"}
-    )
+    streamed = {path: device for path, device in computing.items() if device != CPU or offloaded[path] == "disk"}
+    return Streams(streamed, model)
 
 
 def check_ties(

@@ -35,7 +35,7 @@ class LocalSchedule:
         """
         self._check_applied()
         output = self.model(*args, **kwargs)
-        loss = own_loss(output)[1] if self.loss is None else self._loss_of(self.loss, output, target)
+        loss = own_loss(output) if self.loss is None else self._loss_of(self.loss, output, target)
         check_differentiable(loss)
         output = without_history(output) if return_outputs else None
         loss.backward()

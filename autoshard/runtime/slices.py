@@ -21,7 +21,7 @@ from autoshard.runtime.collectives import Ranks, layout
 from autoshard.runtime.devices import CPU, fresh_copy
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import Undo, geometry, memory_groups, named_tensors, replace_all
-from autoshard.runtime.rank_tensor import RankTensor
+from autoshard.runtime.rank_tensor import RankTensor, spread
 
 Allocate = Callable[[tuple[int, ...], torch.dtype, torch.device], torch.Tensor]
 """Returns memory of a shape and dtype on a device, with any values."""
@@ -130,8 +130,7 @@ def part_of(whole: torch.Tensor, cut: CutTensor | None, ranks: Ranks, device: to
         return repacked(whole, lambda stored: part_of(stored, None, ranks, device))
     if isinstance(ranks, LocalRanks):
         if cut is None:
-            first = whole.to(ranks.devices[0])
-            return RankTensor([first, *(first.to(one, copy=True) for one in ranks.devices[1:])], ranks.devices)
+            return spread(whole, ranks.devices)
         parts = [slice_of(whole, cut, rank).to(one) for rank, one in enumerate(ranks.devices)]
         return RankTensor(parts, ranks.devices)
     if cut is not None:

@@ -81,30 +81,14 @@ class Runtime:
     """The shared state of one applied model's hooks; owned by the hook of its root. `handles`: of other hooks."""
 
     def __init__(self, record: Record, streams: Streams) -> None:
+        self.record, self.streams = record, streams
         self.handles: list[Any] = []
-        self.record = record
-        self._start()
-        self.stream_with(streams)
-
-    def _start(self) -> None:
-        self.copies = Copies()
         self.unfused = False  # see `boundaries.leaves_fused`
+        self.copies = streams.copies = Copies()
         self.local = _Local()
 
-    def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model starts without copies and calls
-        names = ("record", "handles", "streams", "unfused")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.handles, self.record = state["handles"], state["record"]
-        self._start()
-        self.unfused = state["unfused"]
-        self.stream_with(state["streams"])
-
-    def stream_with(self, streams: Streams) -> None:
-        """Take these offloaded modules, and let them know of runs."""
-        self.streams = streams
-        streams.copies = self.copies
+    def __reduce__(self) -> tuple:  # a deep copy or a saved model starts without copies and calls
+        return Runtime, (self.record, self.streams), {"handles": self.handles, "unfused": self.unfused}
 
     def check_moved(self) -> None:
         """Raise `ApplyError` if the model was moved behind autoshard's back."""

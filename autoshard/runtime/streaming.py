@@ -69,9 +69,11 @@ class Streamer:
         self.lock = threading.RLock()
 
     @contextlib.contextmanager
-    def present(self, path: str, run: int | None) -> Iterator[None]:
+    def present(self, path: str, module: nn.Module, run: int | None) -> Iterator[None]:
         """Inside, a module's parameters are on the device, and those of the next are on their way."""
         with self.lock:
+            if path not in self.units:  # the first time in a copy of a model
+                self.units[path] = list(module.parameters())
             if path in self.running:  # the module calls itself
                 yield
                 return
@@ -169,33 +171,21 @@ def _installed(parameters: Sequence[nn.Parameter], copies: Sequence[torch.Tensor
 
 
 class Streams:
-    """All offloaded modules of one applied model: path -> device they compute on; shared by their hooks."""
+    """All offloaded modules of one applied model: path -> device they compute on; shared by their hooks.
 
-    def __init__(self, devices: Mapping[str, torch.device]) -> None:
+    `devices` is in the order in which they run. `model`: where their parameters are known before they do.
+    """
+
+    def __init__(self, devices: Mapping[str, torch.device], model: nn.Module | None = None) -> None:
         self.devices = dict(devices)
-        self._start()
-
-    def _start(self) -> None:
-        self.streamers: dict[torch.device, Streamer] = {}
         self.copies: Copies | None = None  # of the applied model: it counts runs
-        self.lock = threading.Lock()
+        units: dict[torch.device, dict[str, list[nn.Parameter]]] = {device: {} for device in devices.values()}
+        for path, device in devices.items() if model is not None else ():
+            units[device][path] = list(model.get_submodule(path).parameters())
+        self.streamers = {device: Streamer(device, found) for device, found in units.items()}
 
-    def __getstate__(self) -> dict[str, Any]:  # a deep copy or a saved model looks for its own parameters
-        return {"devices": self.devices}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.devices = state["devices"]
-        self._start()
-
-    @classmethod
-    def of(cls, model: nn.Module, devices: Mapping[str, torch.device]) -> "Streams":
-        """Find the parameters of all offloaded modules of a model; `devices` is in the order in which they run."""
-        streams = cls(devices)
-        units: dict[torch.device, dict[str, list[nn.Parameter]]] = {}
-        for path, device in devices.items():
-            units.setdefault(device, {})[path] = list(model.get_submodule(path).parameters())
-        streams.streamers = {device: Streamer(device, found) for device, found in units.items()}
-        return streams
+    def __reduce__(self) -> tuple:  # a deep copy or a saved model looks for its own parameters
+        return Streams, (self.devices,)
 
     def pin(self) -> None:
         """Lock the memory that is copied to GPUs, where there are any."""
@@ -203,17 +193,6 @@ class Streams:
             lock = lock_for(device)
             if lock is not None:
                 pin([parameter for found in streamer.units.values() for parameter in found], lock)
-
-    def streamer_of(self, path: str, module: nn.Module) -> Streamer:
-        """Return who brings a module; in a copy of a model it is met here for the first time."""
-        with self.lock:
-            device = self.devices[path]
-            streamer = self.streamers.get(device)
-            if streamer is None:
-                streamer = self.streamers[device] = Streamer(device, {})
-            if path not in streamer.units:
-                streamer.units[path] = list(module.parameters())
-            return streamer
 
     @property
     def run(self) -> int | None:
@@ -236,10 +215,10 @@ class OffloadedModule:
         self.path = path
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        streamer = self.streams.streamer_of(self.path, module)
+        streamer = self.streams.streamers[self.streams.devices[self.path]]
         with contextlib.ExitStack() as present:
             with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
-                present.enter_context(streamer.present(self.path, self.streams.run))
+                present.enter_context(streamer.present(self.path, module, self.streams.run))
             try:
                 output = forward(*args, **kwargs)
             finally:

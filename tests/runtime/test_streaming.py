@@ -369,7 +369,7 @@ def test_the_way_of_gpus_on_the_streams_of_the_cpu(place, tmp_path):
     for block in model.blocks:
         block.up.weight.data = block.up.weight.data.t().contiguous().t()  # not row by row
     original = copy.deepcopy(model)
-    streams = Streams.of(model, dict.fromkeys(BLOCKS, torch.device("cpu")))
+    streams = Streams(dict.fromkeys(BLOCKS, torch.device("cpu")), model)
     carrier = Carrier(torch.device("cpu"), by_stream=True)
     streams.streamers[torch.device("cpu")].carrier = carrier
     hook_streams(dict(model.named_modules()), streams)
