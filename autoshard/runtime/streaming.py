@@ -180,8 +180,9 @@ class Streams:
         self.devices = dict(devices)
         self.copies: Copies | None = None  # of the applied model: it counts runs
         units: dict[torch.device, dict[str, list[nn.Parameter]]] = {device: {} for device in devices.values()}
-        for path, device in devices.items() if model is not None else ():
-            units[device][path] = list(model.get_submodule(path).parameters())
+        for path, device in devices.items():
+            if model is not None:
+                units[device][path] = list(model.get_submodule(path).parameters())
         self.streamers = {device: Streamer(device, found) for device, found in units.items()}
 
     def __reduce__(self) -> tuple:  # a deep copy or a saved model looks for its own parameters
