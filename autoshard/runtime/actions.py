@@ -1,7 +1,7 @@
 """Carry out the actions of a cut: at calls of modules by their hooks, at calls of torch functions by a function mode.
 
-    Before / After    pre-hook and hook: actions at the call of the module itself
-    Open / Close      pre-hook and hook: a mode around the module's forward, which counts calls and acts on some
+    _before, _after            pre-hook and hook: actions at the call of the module itself
+    begin_watch, end_watch     pre-hook and hook: a mode around its forward, which counts calls and acts on some
 
 Layers of torch that make one call (`nn.Linear` calls `linear`) need no mode: the call's result is the module's. So an
 all-reduce behind such a layer costs a hook on it, and nothing else of the model is wrapped. Not where it has a bias,
@@ -11,6 +11,7 @@ which is to be added once, to the sum.
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from autoshard import torch_private
 from autoshard.errors import PlanError
 from autoshard.plan.sharding import DROPOUTS, Action
 from autoshard.runtime.experts import install_dispatch
-from autoshard.runtime.function_calls import Close, Listed, Open
+from autoshard.runtime.function_calls import Listed, begin_watch, end_watch
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.steps import ALONG, Step
@@ -37,40 +38,25 @@ _SINGLE = {
 """Layers whose result is that of one call of a function, with (input, weight, bias)."""
 
 
-class Before:
+def _before(steps: tuple[Step, ...], module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Pre-hook: the steps on a module's arguments. Without gradients, nothing has to be done about what enters."""
-
-    __slots__ = ("enters_only", "steps")
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = tuple(steps)
-        self.enters_only = all(step.action.kind == "copy_to" for step in steps)
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if self.enters_only and not torch.is_grad_enabled():
-            return None
-        if runs_again(module):  # with what it was given after these steps
-            return None
-        arguments = args, kwargs
-        with torch_private.no_overrides():
-            for step in self.steps:
-                arguments = step.before(arguments)
-        return arguments
+    if not torch.is_grad_enabled() and all(step.action.kind == "copy_to" for step in steps):
+        return None
+    if runs_again(module):  # with what it was given after these steps
+        return None
+    arguments = args, kwargs
+    with torch_private.no_overrides():
+        for step in steps:
+            arguments = step.before(arguments)
+    return arguments
 
 
-class After:
+def _after(steps: tuple[Step, ...], module: nn.Module, args: tuple, result: Any) -> Any:
     """Hook: the steps on a module's result."""
-
-    __slots__ = ("steps",)
-
-    def __init__(self, steps: Sequence[Step]) -> None:
-        self.steps = tuple(steps)
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> Any:
-        with torch_private.no_overrides():
-            for step in self.steps:
-                result = step.after(result)
-            return result
+    with torch_private.no_overrides():
+        for step in steps:
+            result = step.after(result)
+        return result
 
 
 def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
@@ -99,14 +85,14 @@ def install(module: nn.Module, steps: Sequence[Step]) -> list[Any]:
     before = [step for step in at_call if step.action.kind in ARGUMENTS]
     after = [step for step in at_call if step.action.kind not in ARGUMENTS]
     if before:
-        handles.append(module.register_forward_pre_hook(Before(before), with_kwargs=True))
+        handles.append(module.register_forward_pre_hook(partial(_before, tuple(before)), with_kwargs=True))
     if at_functions:
         # First of all hooks, as its counterpart is the last: what hooks of the user call was counted in capture, too.
-        handles.append(module.register_forward_pre_hook(Open(at_functions), prepend=True))
-        handles.append(module.register_forward_hook(Close(at_functions), always_call=True))
+        handles.append(module.register_forward_pre_hook(partial(begin_watch, at_functions), prepend=True))
+        handles.append(module.register_forward_hook(partial(end_watch, at_functions), always_call=True))
     if after:
         # Before hooks of the user, which keep or read what the whole model would give them.
-        handles.append(module.register_forward_hook(After(after), prepend=True))
+        handles.append(module.register_forward_hook(partial(_after, tuple(after)), prepend=True))
     return handles
 
 

@@ -186,8 +186,7 @@ def _norm_of_all(parameters: Sequence[torch.Tensor], norm_type: float) -> torch.
             counted = [one for name, one in own if record.owner(name) == record.pp_rank]
             norm = _norm_of_parts(counted, norm_type).to(record.device)
             norms.append(_over(record.across, norm))
-    norms.append(_norm_of_parts(rest.values(), norm_type).reshape(1))
-    return torch.linalg.vector_norm(torch.cat([one.to(norms[0].device) for one in norms]), norm_type)
+    return _norm_of_norms([*norms, _norm_of_parts(rest.values(), norm_type)], norm_type)
 
 
 def _norm_of_parts(parameters: Iterable[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -199,10 +198,14 @@ def _norm_of_parts(parameters: Iterable[torch.Tensor], norm_type: float) -> torc
         own = [_counted(rest.pop(id(one)), cuts[name], ranks) for name, one in found]
         if own:
             norms.append(_over(ranks, _norm_of(own, norm_type)))  # a replica may shard its parts
-    norms.append(_norm_of(list(rest.values()), norm_type).reshape(1))
-    if len(norms) == 1:
-        return norms[0].reshape(())
-    return torch.linalg.vector_norm(torch.cat([one.to(norms[0]) for one in norms]), norm_type)
+    return _norm_of_norms([*norms, _norm_of(list(rest.values()), norm_type)], norm_type)
+
+
+def _norm_of_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """The norm of all of which these are norms, each of any shape."""
+    if len(norms) < 2:
+        return norms[0] if norms else torch.zeros(())
+    return torch.linalg.vector_norm(torch.cat([one.to(norms[0]).reshape(-1) for one in norms]), norm_type)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -215,10 +218,7 @@ def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 def _norm_of(gradients: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """The norm of gradients of which some may be sharded, each over ranks of its own; all of these call it."""
-    norms = [whole_of(get_total_norm(those, norm_type)) for those in _by_mesh(gradients)]
-    if len(norms) < 2:
-        return norms[0] if norms else torch.zeros(())
-    return torch.linalg.vector_norm(torch.stack([one.to(norms[0]) for one in norms]), norm_type)
+    return _norm_of_norms([whole_of(get_total_norm(those, norm_type)) for those in _by_mesh(gradients)], norm_type)
 
 
 def _over(ranks: Ranks, norm: torch.Tensor) -> torch.Tensor:

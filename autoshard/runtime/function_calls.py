@@ -50,32 +50,18 @@ class Watch(TorchFunctionMode):
         return call(*args, **(kwargs or {}))
 
 
-class Open:
+def begin_watch(listed: Listed, module: nn.Module, args: tuple) -> None:
     """Pre-hook: begin to watch the functions that a module calls."""
-
-    __slots__ = ("listed",)
-
-    def __init__(self, listed: Listed) -> None:
-        self.listed = listed
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        Watch(self.listed).__enter__()
+    Watch(listed).__enter__()
 
 
-class Close:
-    """Hook, also after an exception: end what `Open` began."""
-
-    __slots__ = ("listed",)
-
-    def __init__(self, listed: Listed) -> None:
-        self.listed = listed
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        watch = torch_private.innermost_function_mode()
-        if isinstance(watch, Watch) and watch.listed is self.listed:
-            watch.__exit__(None, None, None)
-            if result is not None and not torch.compiler.is_compiling():
-                _check_counts(watch, module)
+def end_watch(listed: Listed, module: nn.Module, args: tuple, result: Any) -> None:
+    """Hook, also after an exception: end what `begin_watch` began."""
+    watch = torch_private.innermost_function_mode()
+    if isinstance(watch, Watch) and watch.listed is listed:
+        watch.__exit__(None, None, None)
+        if result is not None and not torch.compiler.is_compiling():
+            _check_counts(watch, module)
 
 
 def leave_interrupted(ranks: Ranks) -> None:

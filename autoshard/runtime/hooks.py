@@ -25,20 +25,13 @@ from torch.nn.utils.rnn import PackedSequence
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
-from autoshard.nested import map_tensors, tensors_in
+from autoshard.nested import flat_tensors, map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.moves import share_memory
 from autoshard.runtime.state import Runtime
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
 """Classes of arguments in which there is no tensor."""
-
-
-def _holds_tensor(values: tuple) -> bool:
-    """Whether there is a tensor in nested tuples."""
-    return any(
-        isinstance(value, torch.Tensor) or (isinstance(value, tuple) and _holds_tensor(value)) for value in values
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +155,7 @@ class Hook:
             if isinstance(value, (list, dict)):
                 if any(tensor.device != self.execution_device for _, tensor in tensors_in(value)):
                     return True
-            elif isinstance(value, tuple) and (self.holds_foreign(value) or (self.mixed and _holds_tensor(value))):
+            elif isinstance(value, tuple) and (self.holds_foreign(value) or (self.mixed and flat_tensors(value))):
                 return True
         return False
 

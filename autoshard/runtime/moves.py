@@ -99,12 +99,9 @@ def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torc
         if not isinstance(error, Exception):
             raise
         target, reason = devices.get(moving), first_line(error).rstrip(".") + "."
-        raise ApplyError(
-            f"could not move {moving} to {target}: {reason} Nothing was moved. "
-            f"Place less on {target}, or free memory there."
-            if isinstance(error, torch.OutOfMemoryError)
-            else f"could not move {moving} to {target}: {reason} Nothing was moved."
-        ) from error
+        full = isinstance(error, torch.OutOfMemoryError)
+        remedy = f" Place less on {target}, or free memory there." if full else ""
+        raise ApplyError(f"could not move {moving} to {target}: {reason} Nothing was moved.{remedy}") from error
     return partial(revert, log)
 
 

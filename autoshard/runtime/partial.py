@@ -93,23 +93,18 @@ def sum_gathered(
     handles = []
     for block, inside in by_block(model, [module for module, _, _ in found]):
         if inside:
-            handles.append(
-                block.register_forward_pre_hook(_SumWhole(ranks, [found[index] for index in inside], averaged))
-            )
+            hook = partial(_sum_whole, ranks, [found[index] for index in inside], averaged)
+            handles.append(block.register_forward_pre_hook(hook))
     return handles
 
 
-class _SumWhole:
+def _sum_whole(
+    ranks: Ranks, parameters: Sequence[tuple[nn.Module, str, CutTensor | None]], averaged: bool, _: nn.Module,
+    args: tuple,
+) -> None:  # fmt: skip
     """Pre-hook of a block whose parameters are whole now, as far as this rank has them."""
-
-    def __init__(
-        self, ranks: Ranks, parameters: Sequence[tuple[nn.Module, str, CutTensor | None]], averaged: bool
-    ) -> None:
-        self.ranks, self.parameters, self.averaged = ranks, parameters, averaged
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        if torch.is_grad_enabled():
-            for owner, name, how in self.parameters:
-                parameter = owner._parameters[name]
-                if parameter is not None and not is_sharded(parameter):
-                    _sum(parameter, self.ranks, how, self.averaged)
+    if torch.is_grad_enabled():
+        for owner, name, how in parameters:
+            parameter = owner._parameters[name]
+            if parameter is not None and not is_sharded(parameter):
+                _sum(parameter, ranks, how, averaged)

@@ -11,7 +11,7 @@ written into an ordinary tensor: that raises.
 import copy
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy
@@ -19,6 +19,7 @@ import torch
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
+from autoshard.nested import map_tensors
 from autoshard.runtime.devices import fresh_copy
 from autoshard.runtime.given import Given
 from autoshard.torch_private import DispatchMode, storage_id
@@ -430,13 +431,7 @@ def _random(
             part.copy_(target.parts[0])
     if written:
         return _join(func, [result] * len(devices), devices, found)
-    return _map(result, lambda tensor: _copies(tensor, devices))
-
-
-def _map(result: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    if isinstance(result, torch.Tensor):
-        return change(result)
-    return type(result)(_map(item, change) for item in result) if isinstance(result, (list, tuple)) else result
+    return map_tensors(result, lambda tensor: _copies(tensor, devices))
 
 
 def _native_dropout(tensor: RankTensor, p: float, train: bool | None, devices: tuple[torch.device, ...]) -> Any:
