@@ -100,10 +100,10 @@ def apply_replicas(
     agree(ranks, state, error, device)
     assert device is not None and mesh is not None
     record = ReplicaRecord(plan=plan, ranks=ranks, replicas=ranks, device=device, originals=originals)
-    if plan.cuts:
-        _cut_replica(model, record, loader)
     try:
-        if not plan.cuts:
+        if plan.cuts:
+            _cut_replica(model, record, loader)
+        else:
             _move_replica(model, record)
         if shards(plan):
             _shard_replica(model, record, loader)
@@ -127,11 +127,14 @@ def _move_replica(model: nn.Module, record: ReplicaRecord) -> None:
 
 def _withdraw(model: nn.Module, record: ReplicaRecord) -> None:
     """Make a model what it was, where ranks could not all become replicas."""
+    unshard_failed(model, record.replaced)
+    take_off(model)
+    for handle in record.handles:
+        handle.remove()
     if cut_record(model) is not None:
         remove_cuts(model)
-    else:
-        tensors = named_tensors(model)
-        move_tensors(tensors, {name: record.originals[name] for name in tensors})
+    elif not record.plan.cuts:
+        move_tensors(named_tensors(model), record.originals)
     end_groups(record.made)
 
 
@@ -141,17 +144,11 @@ def _cut_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None)
     assert mesh is not None
     cut_ranks = cut_groups(mesh, ranks, record.made)
     random = random_states(record.device)
-    try:
-        with together(ranks):
-            cuts, results = record.plan.cuts, record.plan.results
-            apply_cuts(model, cuts, cut_ranks, device=record.device, loader=loader, results=results)
-            if mesh.ep > 1:  # ranks that have samples of their own draw random numbers of their own
-                set_random_states(random, record.device)
-    except BaseException:
-        if cut_record(model) is not None:
-            remove_cuts(model)
-        end_groups(record.made)
-        raise
+    with together(ranks):
+        cuts, results = record.plan.cuts, record.plan.results
+        apply_cuts(model, cuts, cut_ranks, device=record.device, loader=loader, results=results)
+        if mesh.ep > 1:  # ranks that have samples of their own draw random numbers of their own
+            set_random_states(random, record.device)
 
 
 def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | None) -> None:
@@ -164,20 +161,13 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         experts = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made, experts=True))
         sharing = replace(sharing, experts=experts)
     known = frozenset(name for name, _ in model.named_parameters())
-    try:
-        with together(record.ranks):
-            used = shard(model, record.plan, sharing, record.device, record.replaced)
-            record.handles += used.handles
-            recompute_layers(model, record.plan)
-            record.handles += let_gather(model, mesh.cp > 1)
-            if loader is not None:
-                loader.fill_rest(model, cut_record(model), record.device)
-    except BaseException:
-        unshard_failed(model, record.replaced)
-        take_off(model)
-        for handle in record.handles:
-            handle.remove()
-        raise
+    with together(record.ranks):
+        used = shard(model, record.plan, sharing, record.device, record.replaced)
+        record.handles += used.handles
+        recompute_layers(model, record.plan)
+        record.handles += let_gather(model, mesh.cp > 1)
+        if loader is not None:
+            loader.fill_rest(model, cut_record(model), record.device)
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
     record.handles += [one.register_load_state_dict_pre_hook(_take_parts) for one in model.modules()]

@@ -51,6 +51,7 @@ class CallGuard:
     writes_back: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class Hook:
     """Moves to `execution_device` every tensor found directly in the arguments or in tuples of them (None: does not).
 
@@ -59,21 +60,11 @@ class Hook:
     `mixed` module that is given a tuple of tensors: memories of layers, say, that are on several devices.
     """
 
-    __slots__ = ("execution_device", "guard", "mixed", "path", "runtime")
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        path: str,
-        execution_device: torch.device | None,
-        guard: CallGuard | None = None,
-        mixed: bool = False,
-    ) -> None:
-        self.mixed = mixed
-        self.runtime = runtime
-        self.path = path
-        self.execution_device = execution_device
-        self.guard = guard
+    runtime: Runtime
+    path: str
+    execution_device: torch.device | None
+    guard: CallGuard | None = None
+    mixed: bool = False
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         # For most calls of most modules this loop is all that happens: what it costs is what an applied model costs.

@@ -18,6 +18,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -206,28 +207,22 @@ class Streams:
             streamer.close()
 
 
-class OffloadedModule:
-    """Around the forward of a offloaded module: its parameters are there while it runs."""
-
-    __slots__ = ("path", "streams")
-
-    def __init__(self, streams: Streams, path: str) -> None:
-        self.streams = streams
-        self.path = path
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        streamer = self.streams.streamers[self.streams.devices[self.path]]
-        with contextlib.ExitStack() as present:
-            with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
-                present.enter_context(streamer.present(self.path, module, self.streams.run))
-            try:
-                output = forward(*args, **kwargs)
-            finally:
-                with torch_private.no_overrides():
-                    present.close()
-        if torch.is_grad_enabled() and streamer.device != CPU:
-            _refuse_gradients(output, self.path)
-        return output
+def _run_offloaded(
+    streams: Streams, path: str, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    """Around the forward of an offloaded module: its parameters are there while it runs."""
+    streamer = streams.streamers[streams.devices[path]]
+    with contextlib.ExitStack() as present:
+        with torch_private.no_overrides():  # who counts the functions that the model calls does not count these
+            present.enter_context(streamer.present(path, module, streams.run))
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            with torch_private.no_overrides():
+                present.close()
+    if torch.is_grad_enabled() and streamer.device != CPU:
+        _refuse_gradients(output, path)
+    return output
 
 
 def _refuse_gradients(output: Any, path: str) -> None:
@@ -247,4 +242,4 @@ def _refuse_gradients(output: Any, path: str) -> None:
 def hook_streams(modules: Mapping[str, nn.Module], streams: Streams) -> None:
     """Let the offloaded modules have their parameters while they run."""
     for path in streams.devices:
-        surround(modules[path], OffloadedModule(streams, path))
+        surround(modules[path], partial(_run_offloaded, streams, path))
