@@ -91,11 +91,7 @@ def _stage_of(
     from autoshard.pipelines.torch_stage import TorchStage  # torch's pipelining takes long to import
 
     received = () if number == 0 else _blank(prepared.traffic[number - 1], training)
-    sent = (
-        _blank(((torch.Size([1]), torch.float32),), training)
-        if number == count - 1
-        else _blank(prepared.traffic[number], training)
-    )
+    sent = _blank([*prepared.traffic, ((torch.Size([1]), torch.float32),)][number], training)
     return TorchStage(
         module, number, count, record.device, input_args=received, output_args=sent, group=record.across.group
     )
@@ -128,16 +124,11 @@ def _schedule_of(stages: list[Any], record: PipelineRecord, training: bool) -> A
         return kind(
             stages[0] if single else stages,
             plan.num_microbatches,
-            loss_fn=_as_it_is if training or not single else None,
+            loss_fn=(lambda loss, part: loss) if training or not single else None,  # the last stage has computed it
             scale_grads=False,
         )
     except ValueError as error:
         raise SpecError(f"the schedule {plan.schedule!r} can't be run: {' '.join(str(error).split())}") from None
-
-
-def _as_it_is(loss: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """The last stage has computed the loss."""
-    return loss
 
 
 def _explained(record: PipelineRecord, error: RuntimeError) -> Exception:

@@ -15,7 +15,6 @@ from autoshard import torch_private
 from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import EVEN_ORDER, FINITE
-from autoshard.capture.graph import ModelGraph
 from autoshard.capture.stages import divide
 from autoshard.common.module_paths import is_below
 from autoshard.errors import ApplyError, PlanError
@@ -114,11 +113,12 @@ def prepare(model: nn.Module, record: PipelineRecord, part: BatchPart, *, grad: 
     traffic = find_traffic(found, len(record.plan.stages))
     read, value_guards = write_value_guards(found, model, record.device)
     template = call_log.calls[0].output
+    specs = [(torch.Size(value.shape), value.dtype) for value in graph.values]
     refs = [(path, graph.values[leaf.value]) for path, leaf in leaves_in(template) if isinstance(leaf, Ref)]
     return Prepared(
         programs={stage: write_program(found, stage, traffic, model, record.device) for stage in record.stages},
         stage_parameters=staged.stage_parameters,
-        traffic=tuple(tuple(_spec(graph, value) for value in boundary) for boundary in traffic),
+        traffic=tuple(tuple(specs[value] for value in boundary) for boundary in traffic),
         output=lambda tensors: fill_refs(template, dict(zip(graph.outputs, tensors, strict=True))),
         scalars=tuple(path for path, value in refs if value.shape == () and value.dtype.is_floating_point),
         value_guards=tuple(value_guards),
@@ -185,7 +185,3 @@ def _check_cuts(found: RecordedCall, record: PipelineRecord) -> None:
                 f"{block} {why}, and its stage can't call it as one: it shares more with its caller than "
                 f"its arguments and results (a cache: use_cache=False), or is a list. Plan without {without}."
             )
-
-
-def _spec(graph: ModelGraph, value: int) -> Spec:
-    return torch.Size(graph.values[value].shape), graph.values[value].dtype

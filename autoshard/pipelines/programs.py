@@ -20,7 +20,7 @@ from autoshard.capture.call_log import LoggedCall, Ref, ValueGuard
 from autoshard.capture.graph import HOST, UNKNOWN, Op
 from autoshard.errors import ApplyError
 from autoshard.nested import join_leaves, leaves_in, tensor_at
-from autoshard.pipelines.steps import RecordedCall, StageStep, item_nodes
+from autoshard.pipelines.steps import RecordedCall, StageStep, item_nodes, step_of
 
 _ALIAS = torch.ops.aten.alias.default
 
@@ -64,7 +64,9 @@ def write_program(
     sent = tuple(found.graph.outputs) if last else traffic[stage]
     own = [step for step in found.steps if step.stage == stage]
     wanted = {value for step in own for value in step.reads} | set(sent)
-    return _write(found, _with_free(found, own, wanted - set(received)), received, sent, model, device)
+    free = _closed(found, [step for step in found.steps if step.stage is None], wanted - set(received))
+    steps = sorted([*own, *free], key=lambda step: step.begin)
+    return _write(found, steps, received, sent, model, device)
 
 
 def write_value_guards(found: RecordedCall, model: nn.Module, device: torch.device) -> tuple[Program, list[ValueGuard]]:
@@ -76,23 +78,15 @@ def write_value_guards(found: RecordedCall, model: nn.Module, device: torch.devi
     value_guards = [
         one
         for one in found.call_log.value_guards
-        if one.function is not None and _is_free(found, one) and not may_vary.isdisjoint(_storages(found, one))
+        if one.function is not None
+        and found.free.issuperset(storages := _storages(found, one))
+        and not may_vary.isdisjoint(storages)
     ]
     values = tuple(dict.fromkeys(ref.value for one in value_guards for ref in one.args if isinstance(ref, Ref)))
-    steps = [
-        StageStep(
-            begin=op.index,
-            end=op.index + 1,
-            stage=None,
-            reads=op.inputs,
-            makes=tuple(value for value in op.outputs if found.graph.values[value].op == op.index),
-            writes=frozenset(found.graph.values[value].storage for value in op.mutates),
-            op=op,
-        )
-        for op in found.graph.ops
-        if {found.graph.values[value].storage for value in (*op.inputs, *op.outputs)} <= found.free
-    ]
-    return _write(found, _closed(found, steps, set(values)), (), values, model, device), value_guards
+    of = [value.storage for value in found.graph.values]
+    free = [op for op in found.graph.ops if {of[value] for value in (*op.inputs, *op.outputs)} <= found.free]
+    steps = _closed(found, [step_of(found.graph, op) for op in free], set(values))
+    return _write(found, steps, (), values, model, device), value_guards
 
 
 def _varying(found: RecordedCall) -> set[int]:
@@ -108,15 +102,6 @@ def _varying(found: RecordedCall) -> set[int]:
 
 def _storages(found: RecordedCall, guard: ValueGuard) -> list[int]:
     return [found.graph.values[ref.value].storage for ref in guard.args if isinstance(ref, Ref)]
-
-
-def _is_free(found: RecordedCall, guard: ValueGuard) -> bool:
-    return found.free.issuperset(_storages(found, guard))
-
-
-def _with_free(found: RecordedCall, own: list[StageStep], wanted: set[int]) -> list[StageStep]:
-    free = _closed(found, [step for step in found.steps if step.stage is None], wanted)
-    return sorted([*own, *free], key=lambda step: step.begin)
 
 
 def _closed(found: RecordedCall, free: list[StageStep], wanted: set[int]) -> list[StageStep]:

@@ -186,6 +186,19 @@ def item_nodes(node: torch.fx.Node) -> list[torch.fx.Node]:
     return sorted(items, key=lambda item: item.args[1])  # type: ignore[arg-type, return-value]
 
 
+def step_of(graph: ModelGraph, op: Op, stage: int | None = None) -> StageStep:
+    """The step that runs a single op."""
+    return StageStep(
+        begin=op.index,
+        end=op.index + 1,
+        stage=stage,
+        reads=op.inputs,
+        makes=tuple(value for value in op.outputs if graph.values[value].op == op.index),
+        writes=frozenset(graph.values[value].storage for value in op.mutates),
+        op=op,
+    )
+
+
 class _StepDivision:
     """Walks the tree of calls from the root and decides which are taken whole."""
 
@@ -233,17 +246,8 @@ class _StepDivision:
         yield from self._ops(at, around.end)
 
     def _ops(self, begin: int, end: int) -> Iterator[StageStep]:
-        graph, found = self.graph, self.found
-        for op in graph.ops[begin:end]:
-            yield StageStep(
-                begin=op.index,
-                end=op.index + 1,
-                stage=None if self._is_free(op) else found.staged.op_stage[op.index],
-                reads=op.inputs,
-                makes=tuple(value for value in op.outputs if graph.values[value].op == op.index),
-                writes=frozenset(graph.values[value].storage for value in op.mutates),
-                op=op,
-            )
+        for op in self.graph.ops[begin:end]:
+            yield step_of(self.graph, op, None if self._is_free(op) else self.found.staged.op_stage[op.index])
 
     def _is_free(self, op: Op) -> bool:
         touched = {self.graph.values[value].storage for value in (*op.inputs, *op.outputs, *op.mutates)}

@@ -234,7 +234,7 @@ class Step:
         with torch_private.no_overrides():
             changed = self.after(result)
             if addend is not None:
-                changed = add_once(changed, addend, kwargs.get("beta", 1))
+                changed = changed.add_(addend, alpha=kwargs.get("beta", 1))  # new memory, and the dtype of the result
             # Not whatever is handed back: dropout that drops nothing returns what it was given.
             in_place = self.action.function.endswith("_")
             written = in_place and any(result is tensor for _, tensor in tensors_in((args, kwargs)))
@@ -323,11 +323,6 @@ def _ones_like(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     shape = list(tensor.shape)
     shape[dim] = size
     return tensor.detach().new_ones([shape[at] for at in order]).permute([order.index(at) for at in range(len(order))])
-
-
-def add_once(total: torch.Tensor, addend: torch.Tensor, scale: float = 1) -> torch.Tensor:
-    """Add to a sum over ranks, in the sum's memory, which is new; so it has the dtype that the function gave it."""
-    return total.add_(addend, alpha=scale)
 
 
 def _beside(bias: torch.Tensor | None, weight: Any, function: str) -> torch.Tensor | None:

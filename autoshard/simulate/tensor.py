@@ -10,7 +10,7 @@ collection), or devices would seem fuller than they are.
 """
 
 import copy
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy
@@ -253,9 +253,7 @@ def _decompose(func: Any, args: tuple, kwargs: dict, mode: AbstractContextManage
 
     Under `torch.inference_mode` torch hands these over whole; elsewhere it has taken them apart itself.
     """
-    if mode is None:
-        return torch_private.run_composite(func, args, kwargs)
-    with mode:
+    with mode or nullcontext():
         return torch_private.run_composite(func, args, kwargs)
 
 
