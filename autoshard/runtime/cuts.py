@@ -8,6 +8,7 @@ remove_cuts:  actions off, old integers back     ◀──  put the tensors toge
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -255,7 +256,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         for path, module in model.named_modules():
             if path not in inside:
                 if path:
-                    first = AloneCall(ready.record.ranks.devices)
+                    first = partial(_begin_alone, ready.record.ranks.devices)
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(_leave, always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
@@ -316,19 +317,14 @@ class Arrive:
         return _begin(module, devices, args, kwargs)
 
 
-class AloneCall:
+def _begin_alone(
+    devices: Sequence[torch.device], module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict] | None:  # fmt: skip
     """Pre-hook of other modules: one called while no forward of the root runs is a forward on all ranks by itself.
 
     As `generate()` calls an encoder, or a tower. A layer that is recomputed in backward is given tensors of all ranks.
     """
-
-    def __init__(self, devices: Sequence[torch.device]) -> None:
-        self.devices = devices
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        if running() is not None or not _ordinary(args, kwargs):
-            return None
-        return _begin(module, self.devices, args, kwargs)
+    return None if running() is not None or not _ordinary(args, kwargs) else _begin(module, devices, args, kwargs)
 
 
 def _ordinary(args: tuple, kwargs: dict) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ all of them, are divided by their number on the way in, and multiplied on the wa
 et al., "GShard" (2020), section 3.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,20 +38,20 @@ def single_choices(chosen: torch.Tensor, expert: torch.Tensor, experts: int) -> 
     return expert.unsqueeze(1).to(chosen.dtype)
 
 
+@dataclass(slots=True, eq=False)
 class Dispatch:
     """Pre-hook and hook of a module of experts.
 
     `paths`: for rows, choices and weights, where they may be among the arguments; `shares`: how many experts each rank
-    has; `renumbered`: the module counts those of a rank from 0.
+    has; `renumbered`: the module counts those of a rank from 0; `sent`: what a forward has sent, while it runs.
     """
 
-    def __init__(
-        self, paths: tuple[tuple[str, ...], ...], shares: tuple[int, ...], renumbered: bool, ranks: ProcessRanks,
-        where: str,
-    ) -> None:  # fmt: skip
-        self.paths, self.shares, self.renumbered, self.ranks, self.where = paths, shares, renumbered, ranks, where
-        self.begin = sum(shares[: ranks.rank])
-        self.sent: Any = None
+    paths: tuple[tuple[str, ...], ...]
+    shares: tuple[int, ...]
+    renumbered: bool
+    ranks: ProcessRanks
+    where: str
+    sent: Any = None
 
     def send(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Give the module the choices of all ranks that fall on this rank's experts."""
@@ -78,7 +78,7 @@ class Dispatch:
         self.sent = rows.shape, row[order], sent, received, (there, weight)
         weight = weight.unsqueeze(1)
         if self.renumbered:
-            expert = expert - self.begin
+            expert = expert - sum(self.shares[: self.ranks.rank])
             if not len(expert):  # grouped products want a row
                 expert, there, weight = expert.new_zeros(1), there.new_zeros(1, there.shape[1]), weight.new_zeros(1, 1)
         size = self.shares[self.ranks.rank] if self.renumbered else sum(self.shares)
@@ -96,9 +96,6 @@ class Dispatch:
         made = _Return.apply(self.ranks, received, sent, made, anchor, *(() if len(made) else came))
         total = made.new_zeros(shape.numel() // shape[-1], shape[-1]).index_add(0, row, made)
         return total if len(shape) == 2 else total.view(shape).clone()  # code may write into what it is given
-
-    def __deepcopy__(self, memo: dict) -> "Dispatch":
-        return Dispatch(self.paths, self.shares, self.renumbered, self.ranks, self.where)
 
 
 class _Exchange(torch.autograd.Function):

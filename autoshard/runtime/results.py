@@ -9,7 +9,9 @@ themselves. In a pipeline, those compare that have the stage.
 """
 
 import hashlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,13 +39,13 @@ def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Resul
     for row in results:
         for path in row.modules:
             if not path or path in blocks:
-                handles.append(modules[path].register_forward_hook(KnownResults(row.tensors, ranks, path)))
+                handles.append(modules[path].register_forward_hook(KnownResults(set(row.tensors), ranks, path)))
             elif row.parts:
-                handles.append(modules[path].register_forward_hook(Inside(path, running)))
+                handles.append(modules[path].register_forward_hook(partial(_refuse_alone, path, running, False)))
     if any(row.parts for row in results):
         handles += running.follow([model])
     around, divided = Running(), _with_divided_tokens(cuts)
-    handles += [modules[path].register_forward_hook(Inside(path, around, only_trained=True)) for path in divided]
+    handles += [modules[path].register_forward_hook(partial(_refuse_alone, path, around, True)) for path in divided]
     return handles + around.follow([modules[path] for path in sorted({up for path in divided for up in above(path)})])
 
 
@@ -88,36 +90,31 @@ class Running:
             self.modules.discard(id(module))
 
 
-class Inside:
+def _refuse_alone(
+    path: str, running: Running, only_trained: bool, module: nn.Module, args: tuple, result: Any
+) -> None:  # fmt: skip
     """Hook of a module that gives parts while others run: it can't be called by itself.
 
     `only_trained`: it gives parts while gradients are enabled, and is run again in a backward.
     """
-
-    def __init__(self, path: str, running: Running, only_trained: bool = False) -> None:
-        self.path, self.running, self.only_trained = path, running, only_trained
-
-    def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
-        whole = self.only_trained and (not torch.is_grad_enabled() or torch_private.autograd_node() is not None)
-        if not torch.compiler.is_compiling() and not self.running.modules and not whole:
-            raise ApplyError(
-                f"{self.path} was called by itself, and gives each rank a part: the rest of the model works on parts. "
-                'Call the whole model, or place whole modules (strategy="balanced").'
-            )
+    whole = only_trained and (not torch.is_grad_enabled() or torch_private.autograd_node() is not None)
+    if not torch.compiler.is_compiling() and not running.modules and not whole:
+        raise ApplyError(
+            f"{path} was called by itself, and gives each rank a part: the rest of the model works on parts. "
+            'Call the whole model, or place whole modules (strategy="balanced").'
+        )
 
 
+@dataclass(slots=True, eq=False)
 class KnownResults:
     """Hook of a block, or of the root: refuse what a rank may have only a part of.
 
     `known`: what it gave when the plan was made, and what was the same on all ranks since, as `result_of` has it.
     """
 
-    __slots__ = ("known", "path", "ranks")
-
-    def __init__(self, known: Collection[str], ranks: Ranks, path: str) -> None:
-        self.known = set(known)
-        self.ranks = ranks
-        self.path = path
+    known: set[str]
+    ranks: Ranks
+    path: str
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
         if isinstance(result, torch.Tensor) and result_of("", result.dim()) in self.known:
