@@ -93,7 +93,7 @@ def sum_gathered(
     handles = []
     for block, inside in by_block(model, [module for module, _, _ in found]):
         if inside:
-            hook = partial(_sum_whole, ranks, [found[index] for index in inside], averaged)
+            hook = functools.partial(_sum_whole, ranks, [found[index] for index in inside], averaged)
             handles.append(block.register_forward_pre_hook(hook))
     return handles
 
