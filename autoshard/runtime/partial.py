@@ -4,6 +4,7 @@ norm.weight inside of a cut, whole on both ranks     rank 0   g of its heads  �
                                                      rank 1   g of its heads  ┴▶  sum, on both
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
