@@ -22,7 +22,7 @@ from autoshard.runtime.devices import copy_strides, is_accelerator
 from autoshard.runtime.mapped import file_of
 
 BUFFER_BYTES = 32 << 20
-LEAST_BYTES = 1 << 20  # smaller tensors share pages with others, and are quickly staged
+LEAST_BYTES = BUFFER_BYTES  # smaller tensors may share pages of the heap with others, and fit a buffer
 Lock = Callable[[int, int], Callable[[], object] | None]
 """(address, bytes) -> what unlocks them again, None if they can't be locked."""
 
@@ -129,8 +129,9 @@ def pin(tensors: Iterable[torch.Tensor], lock: Lock) -> None:
     storages = {tensor.data_ptr(): tensor.untyped_storage() for tensor in tensors if _can_be_pinned(tensor)}
     for address, storage in storages.items():
         unlock = lock(address, storage.nbytes())
-        if unlock is not None:
-            weakref.finalize(storage, unlock).atexit = False
+        if unlock is None:  # no more may be locked
+            return
+        weakref.finalize(storage, unlock).atexit = False
 
 
 def lock_for(device: torch.device) -> Lock | None:
