@@ -125,17 +125,14 @@ def _record(
     by_size = sorted((name for name in staying if tensors[name].numel()), key=lambda name: -tensors[name].numel())
     smallest = {staying[name]: name for name in by_size}
     return Record(
+        plan=plan,
         placements=dict(execution_devices.entries),
         devices=devices,
         originals=originals,
         execution_devices=execution_devices.devices,
-        mixed_device=frozenset(plan.mixed_device),
-        written_back=frozenset(plan.written_back),
         conservative=conservative,
-        offloaded=dict(plan.offloaded),
         division=division_of(plan),
         recomputed=recomputed_in(plan, model),
-        selective=plan.recompute == "selective",
         placed=tuple(dict.fromkeys(map(resolve_device, names))),
         sentinels=tuple((name, tensors[name], device) for device, name in smallest.items()),
     )

@@ -39,7 +39,7 @@ def hook_boundaries(model: nn.Module, runtime: Runtime, hooks: Mapping[str, Hook
         else:
             runtime.copies.carry = send
             surround(model, Divide(runtime, division))
-    hook_recompute(modules, runtime.record.recomputed, selective=runtime.record.selective)
+    hook_recompute(modules, runtime.record.recomputed, runtime.record.plan.recompute == "selective")
     hook_streams(modules, runtime.streams)
     mixed_calls = {path for path, hook in hooks.items() if hook.guard is not None and hook.guard.moves_inside}
     runtime.unfused = leaves_fused(modules, {*hooks, *runtime.streams.devices}, mixed_calls)
@@ -60,7 +60,7 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
     uncallable = [path for path, module in modules.items() if is_container(module)]
     # With offloaded modules a model seems to be on the CPU, so code around the forward may bring tensors from there.
     away = set(record.placed) != {CPU}
-    opened = {outer for path in record.offloaded for outer in above(path)} if away else set()
+    opened = {outer for path in record.plan.offloaded for outer in above(path)} if away else set()
     execution_devices = resolve_execution_devices(record.placements, modules, record.placements, uncallable, opened)
     resolved = {
         name: resolve_device(name)
@@ -73,7 +73,7 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
     names = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
 
     moving = set(execution_devices.hooked)
-    mixed_device = {names.get(path, path) for path in record.mixed_device} & set(modules)
+    mixed_device = {names.get(path, path) for path in record.plan.mixed_device} & set(modules)
     mixed_device |= {parent(name) for name in record.devices if _lives_elsewhere(name, record, device)} & set(modules)
     for path, first in names.items():  # a module with a second place in the tree, where it is called from elsewhere
         if path != first and first in device:
@@ -90,7 +90,9 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
     if "" in execution_devices.mixed or opened:
         moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
     writing = (
-        moving if record.conservative else {_receiver(names.get(path, path), moving) for path in record.written_back}
+        moving
+        if record.conservative
+        else {_receiver(names.get(path, path), moving) for path in record.plan.written_back}
     )
 
     found: dict[str, Hook] = {}

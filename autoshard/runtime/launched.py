@@ -157,4 +157,4 @@ def recompute_layers(model: nn.Module, plan: Plan) -> None:
     """Let the layers of a plan for processes compute activations again in backward."""
     older = plan.mesh is not None and plan.mesh.pp > 1 and not plan.layers  # their stages are computed again whole
     if plan.launch and not older:
-        hook_recompute(dict(model.named_modules()), recomputed_layers(plan), selective=plan.recompute == "selective")
+        hook_recompute(dict(model.named_modules()), recomputed_layers(plan), plan.recompute == "selective")

@@ -50,7 +50,7 @@ def recomputed_in(plan: Plan, model: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def hook_recompute(modules: Mapping[str, nn.Module], paths: Sequence[str], *, selective: bool = False) -> None:
+def hook_recompute(modules: Mapping[str, nn.Module], paths: Sequence[str], selective: bool = False) -> None:
     """Let modules run again in backward, inside of what moves their arguments. `selective`: what is costly is kept."""
     for path in paths:
         surround(modules[path], Recompute(selective))

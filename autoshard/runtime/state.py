@@ -11,6 +11,7 @@ from torch import nn
 
 from autoshard.common.module_paths import above
 from autoshard.errors import ApplyError
+from autoshard.plan import Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.align import Align
 from autoshard.runtime.copies import Copies
@@ -50,29 +51,24 @@ class Record:
     """What was applied, and what the model was before.
 
     Attributes:
-        placements: name of each parameter and buffer -> device name the plan gives it; `devices`: where it lives.
+        placements: name of each parameter and buffer -> device name the plan gives it; `devices`: where it lives, or
+            computes.
         originals: name -> device it was on before apply.
         execution_devices: module path -> name of the device that it runs on.
-        mixed_device, written_back: as in the plan; `conservative`: no graph was looked at: any module may be each.
-        offloaded: path of a module -> "cpu" or "disk", where its parameters are between its calls, as in the plan;
-            their `devices` are those they compute on.
+        conservative: no graph was looked at: any module may mix devices and write into its arguments.
         division: how its batch is divided, None if it is not.
-        recomputed: paths of modules whose activations are computed again in backward; `selective`: what is costly of
-            them is kept.
+        recomputed: paths of modules whose activations are computed again in backward.
         placed: devices the plan uses, in the order of stages; `sentinels`: (name, tensor, device), one tensor on each.
     """
 
+    plan: Plan
     placements: Mapping[str, str]
     devices: Mapping[str, torch.device]
     originals: Mapping[str, torch.device]
     execution_devices: Mapping[str, str]
-    mixed_device: frozenset[str]
-    written_back: frozenset[str]
     conservative: bool
-    offloaded: Mapping[str, str]
     division: Division | None
     recomputed: tuple[str, ...]
-    selective: bool
     placed: tuple[torch.device, ...]
     sentinels: tuple[tuple[str, torch.Tensor, torch.device], ...]
 
@@ -103,7 +99,7 @@ class Runtime:
         """Raise `ApplyError` if a tensor is elsewhere than planned: it was added or replaced since apply."""
         record = self.record
         for name, tensor in named_tensors(model).items():
-            if offloaded_module(name, record.offloaded) is not None:
+            if offloaded_module(name, record.plan.offloaded) is not None:
                 continue
             execution_device = next(
                 (record.execution_devices[path] for path in above(name) if path in record.execution_devices),
