@@ -7,6 +7,7 @@ from torch import nn
 import autoshard
 from autoshard.axes.batch_rules import TABLE
 from autoshard.axes.rules import RULES, pointwise
+from autoshard.verify import planned
 
 
 class Running(nn.Module):
@@ -43,3 +44,9 @@ def test_auto_places_whole_modules_instead(false_rule):
     model, x = Running(1), torch.randn(64, 16)
     plan = autoshard.plan(model, "2x1MiB", inputs=x, objective="throughput", workload=autoshard.Workload(batch_size=64))
     assert plan.num_microbatches == 1 and plan.batch is None
+
+
+def test_a_pass_that_takes_long_is_not_run(false_rule, monkeypatch):
+    monkeypatch.setattr(planned, "MOST_FLOPS", 4 * 2 * 2 * 16 * 64 - 1)  # four rows through two matrices
+    plan = autoshard.plan(Running(1), "2x1MiB", inputs=torch.randn(4, 16), strategy="pipeline", num_microbatches=2)
+    assert plan.num_microbatches == 2

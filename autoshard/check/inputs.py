@@ -35,15 +35,12 @@ def enlarged(bound: Mapping[str, Any], inputs: Iterable[BatchInput], have: int, 
     for item in inputs:
         tensor = tensor_at(made, item.path)
         assert tensor is not None
-        wide = with_rows(item.axis, rows)
-        if len(coordinates_of(wide)) % rows or (coordinates_of(wide) < 0).any():
-            raise NotRun(f"not every part of {item.path} belongs to a row of the batch ({item.axis})")
-        index = numpy.zeros(len(coordinates_of(wide)), dtype=numpy.int64)
-        for row in range(rows):
-            places, source = kept(wide, (1,) * rows, row), kept(item.axis, (1,) * have, row % have)
-            if len(places) != len(source):
-                raise NotRun(f"not every part of {item.path} belongs to one of {have} rows of the batch ({item.axis})")
-            index[places] = source
+        wide, given = coordinates_of(with_rows(item.axis, rows)), coordinates_of(item.axis)
+        if (wide < 0).any() or (given < 0).any() or len(wide) * have != len(given) * rows:
+            raise NotRun(f"not every part of {item.path} belongs to one of {have} rows of the batch ({item.axis})")
+        sources = given.argsort(kind="stable").reshape(have, -1)  # per row of the call, where its parts are
+        index = numpy.zeros(len(wide), dtype=numpy.int64)
+        index[wide.argsort(kind="stable").reshape(rows, -1)] = sources[numpy.arange(rows) % have]
         made = replace_at(made, item.path, tensor.index_select(item.dim, torch.from_numpy(index).to(tensor.device)))
     return made
 
@@ -54,9 +51,10 @@ def is_mask(tensor: torch.Tensor | None) -> bool:
         return tensor is not None
     if tensor.is_meta:  # it has no values: it stands for tokens or numbers
         return False
-    return (
-        tensor.dim() > 1 and tensor.numel() > 0 and bool(((tensor == 0) | (tensor == 1)).all()) and bool(tensor.any())
-    )
+    if tensor.dim() < 2 or tensor.numel() == 0:
+        return False
+    parts = tensor[:1], tensor  # most tensors that are no mask show it in their first row
+    return all(bool(((part == 0) | (part == 1)).all()) for part in parts) and bool(tensor.any())
 
 
 def masked(bound: Mapping[str, Any], batch: BatchAxis, padded: Padded, rows: int) -> dict[str, Any]:

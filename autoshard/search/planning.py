@@ -75,7 +75,8 @@ def _compared(plan: Plan, request: Request) -> Plan:
 
     if writes_elsewhere(request.composite):
         return plan
-    differing = undisturbed(request.model, request.inputs, lambda: numbers_against(request.model, plan, request.inputs))
+    model, inputs, flops = request.model, request.inputs, request.profile.flops
+    differing = undisturbed(model, inputs, lambda: numbers_against(model, plan, inputs, flops))
     if differing:
         raise PlanError(
             f"the model does not compute the same in parts: {differing}. This is a fault of autoshard: please report "

@@ -23,17 +23,19 @@ from autoshard.verify.stage import is_divided
 NEAR_TOLERANCES = 100
 """Up to so many times what passes may still be rounding, where large terms cancel."""
 MOST_ELEMENTS = 1 << 23
-"""Of parameters and inputs of a model that is run: it takes a moment."""
+"""Of the parameters of a model that is run: copies take a moment."""
+MOST_FLOPS = 1 << 34
+"""Of a pass that is run: it takes a second on a core."""
 
 
-def numbers_against(model: nn.Module, plan: Plan, inputs: Any) -> str:
+def numbers_against(model: nn.Module, plan: Plan, inputs: Any, flops: int) -> str:
     """Say what comes out differently under a plan with cuts or a divided batch; "" if nothing does.
 
-    Nothing is said of a model that is large, on meta, on several devices or applied already, or can't be copied, nor
-    where the user says that rows are independent. All ranks and parts are on the device of the model: where they are
-    changes no number.
+    `flops`: of a pass. Nothing is said where those are many, of a model that is large, on meta, on several devices or
+    applied already, or can't be copied, nor where the user says that rows are independent. All ranks and parts are on
+    the device of the model: where they are changes no number.
     """
-    device = _device(model)
+    device = _device(model) if flops <= MOST_FLOPS else None
     if device is None or not (plan.cuts or is_divided(plan)) or (plan.batch is not None and plan.batch.assumed):
         return ""
     args, kwargs = calls_of(model, inputs, plan.workload)[0]
