@@ -1,12 +1,10 @@
 """Apply a plan to a model, in place, and undo it.
 
-apply_plan:  check everything  ──▶  move tensors, all or none  ──▶  hook the boundaries
+place:       check everything  ──▶  move tensors, all or none  ──▶  hook the boundaries
 remove:      unhook            ◀──  move tensors back, with the values they have now
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -28,30 +26,16 @@ from autoshard.runtime.resting import check_offloaded, make_streams, offloaded_m
 from autoshard.runtime.state import Record, Runtime
 
 
-def apply_plan(model: nn.Module, plan: Plan) -> nn.Module:
-    """Put every tensor of the model on its device and hook the boundaries; returns the same object.
-
-    Applying over an applied model is as removing first. Raises `PlanError` if the plan does not belong to the model and
-    `ApplyError` if it can't be carried out here; the model is then as it was.
-    """
-    return _apply(model, plan, conservative=False)
-
-
-def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
-    """Apply a `device_map` ({module path: device}) without any knowledge of the model's flow.
-
-    Any map runs: torch calls are watched for tensors of several devices throughout, and what a module writes into its
-    arguments is brought back. So it is slower than a plan. Raises what `apply_plan` raises.
-    """
-    return _apply(model, Plan.from_device_map(device_map), conservative=True)
-
-
 def remove(model: nn.Module) -> nn.Module:
     """Move every tensor back to where it was before apply, with its present value, and take the hooks off.
 
     Raises `ApplyError` if nothing is applied, or if there is no room where the model was.
     """
-    runtime = _runtime_of(model, "remove")
+    runtime = find_runtime(model)
+    if runtime is None:
+        raise ApplyError(
+            "nothing to remove: no plan is applied to this model. autoshard.apply(model, plan) applies one."
+        )
     runtime.streams.close()
     tensors = named_tensors(model)
     runtime.copies.clear()
@@ -60,27 +44,22 @@ def remove(model: nn.Module) -> nn.Module:
     return model
 
 
-def bring_back_to(model: nn.Module, device: torch.device) -> None:
-    """Let `remove` bring an applied model to this device: one that was loaded in place was nowhere before."""
-    runtime = _runtime_of(model, "bring back")
-    runtime.record = replace(runtime.record, originals=dict.fromkeys(runtime.record.originals, device))
+def find_runtime(model: nn.Module) -> Runtime | None:
+    """What is shared by the hooks of the plan that is applied to this very module, None if none is."""
+    return next((hook.runtime for hook in layers_of(model) if isinstance(hook, RootHook)), None)
 
 
-def is_applied(model: nn.Module) -> bool:
-    """Whether a plan is applied to this very module."""
-    return _find_runtime(model) is not None
+def place(model: nn.Module, plan: Plan, *, conservative: bool = False) -> nn.Module:
+    """Put every tensor of the model on its device and hook the boundaries; returns the same object.
 
-
-def is_placed(model: nn.Module) -> bool:
-    """Whether a plan is applied to this very module that divides no call of it."""
-    runtime = _find_runtime(model)
-    return runtime is not None and runtime.record.division is None
-
-
-def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
+    Applying over an applied model is as removing first. `conservative`: the plan knows nothing of the model's flow, so
+    torch calls are watched for tensors of several devices throughout, and what a module writes into its arguments is
+    brought back. Raises `PlanError` if the plan does not belong to the model and `ApplyError` if it can't be carried
+    out here; the model is then as it was.
+    """
     check_placements(plan.placements)
     tensors = named_tensors(model)
-    before = _find_runtime(model)
+    before = find_runtime(model)
     if before is not None:
         before.streams.close()
     _check_tensors(tensors)
@@ -105,7 +84,7 @@ def _apply(model: nn.Module, plan: Plan, conservative: bool) -> nn.Module:
     except BaseException:  # also an interrupt: half a plan must never stay
         unhook(model, runtime)
         undo()
-        if before is not None and not is_applied(model):
+        if before is not None and find_runtime(model) is None:
             hook_boundaries(model, before, find_boundaries(model, before))
         raise
     return model
@@ -149,19 +128,6 @@ def _originals(tensors: Mapping[str, torch.Tensor], record: Record) -> dict[str,
     known = list(record.originals.values())
     usual = max(dict.fromkeys(known), key=known.count) if known else None
     return {name: record.originals.get(name) or usual or tensor.device for name, tensor in tensors.items()}
-
-
-def _find_runtime(model: nn.Module) -> Runtime | None:
-    return next((hook.runtime for hook in layers_of(model) if isinstance(hook, RootHook)), None)
-
-
-def _runtime_of(model: nn.Module, what: str) -> Runtime:
-    runtime = _find_runtime(model)
-    if runtime is None:
-        raise ApplyError(
-            f"nothing to {what}: no plan is applied to this model. autoshard.apply(model, plan) applies one."
-        )
-    return runtime
 
 
 def _check_tensors(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -40,7 +40,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         divide = apply_stages if mesh.pp > 1 else apply_replicas if mesh.data > 1 or shards(plan) else None
     if divide is None and not plan.cuts:
         _check_not_cut(model)
-        return with_map(placing.apply_plan(model, plan), _map_of(plan))
+        return with_map(placing.place(model, plan), _map_of(plan))
     problem = _refuse_offloaded(plan)  # in several processes the others must hear of it before it is raised
     try:
         _check_belongs(model, plan)
@@ -92,7 +92,8 @@ def own_place(
     if problem is not None:
         return None, problem
     try:
-        device = _own_device(plan, ranks.rank)
+        name = own_name(plan, ranks.rank)
+        device = torch.device("cpu") if torch.device(name).type == "cpu" else resolve_device(name)  # each has all of it
         make_current(device)
     except (ApplyError, RuntimeError) as error:
         return None, error if isinstance(error, ApplyError) else ApplyError(first_line(error))
@@ -100,11 +101,13 @@ def own_place(
 
 
 def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Module:
-    """Apply a `device_map`; see `runtime.apply.apply_device_map`."""
+    """Apply a `device_map` ({module path: device}) without any knowledge of the model's flow.
+
+    Any map runs, slower than a plan. Raises what `apply_plan` raises.
+    """
     _check_not_cut(model)
-    return with_map(
-        placing.apply_device_map(model, device_map), {path: str(device) for path, device in device_map.items()}
-    )
+    placing.place(model, Plan.from_device_map(device_map), conservative=True)
+    return with_map(model, {path: str(device) for path, device in device_map.items()})
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -119,17 +122,17 @@ def remove(model: nn.Module) -> nn.Module:
 
 def bring_back_to(model: nn.Module, device: torch.device) -> None:
     """Let `remove` bring an applied model to this device: one that was loaded in place was nowhere before."""
-    record = pipeline_record(model) or replica_record(model)
+    record, runtime = pipeline_record(model) or replica_record(model), placing.find_runtime(model)
     if record is not None:
         record.originals = dict.fromkeys(record.originals, device)
-    elif cut_record(model) is None:
-        placing.bring_back_to(model, device)
+    elif runtime is not None:
+        runtime.record = replace(runtime.record, originals=dict.fromkeys(runtime.record.originals, device))
 
 
 def is_applied(model: nn.Module) -> bool:
     """Whether a plan is applied to this very module."""
-    records = cut_record(model), pipeline_record(model), replica_record(model)
-    return any(record is not None for record in records) or placing.is_applied(model)
+    records = cut_record(model), pipeline_record(model), replica_record(model), placing.find_runtime(model)
+    return any(record is not None for record in records)
 
 
 def check_whole(model: nn.Module) -> None:
@@ -142,7 +145,8 @@ def check_whole(model: nn.Module) -> None:
             f"a model is a torch.nn.Module, not {type(model).__name__}. Checkpoints and configurations by name or path "
             "are planned by `autoshard plan …` and loaded by autoshard.load(path, devices)."
         )
-    if is_applied(model) and not placing.is_placed(model):
+    runtime = placing.find_runtime(model)
+    if is_applied(model) and (runtime is None or runtime.record.division is not None):
         raise PlanError(
             "a plan is applied to this model that divides its parameters or its batch, so another one can't be made. "
             "Call autoshard.remove(model) before."
@@ -171,12 +175,6 @@ def _refuse_offloaded(plan: Plan) -> PlanError | ApplyError | None:
 def _check_not_cut(model: nn.Module) -> None:
     if cut_record(model) is not None:
         raise ApplyError("this model is cut over ranks. Call autoshard.remove(model) first, on all of them.")
-
-
-def _own_device(plan: Plan, rank: int) -> torch.device:
-    """The device of one of several processes: on the CPU each has all of it."""
-    name = own_name(plan, rank)
-    return torch.device("cpu") if torch.device(name).type == "cpu" else resolve_device(name)
 
 
 def own_name(plan: Plan, rank: int) -> str:

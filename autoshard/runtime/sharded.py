@@ -177,7 +177,7 @@ def forget_whole(replaced: Sequence[Replaced]) -> None:
     """Free the memory of the whole parameters, once all ranks have sharded theirs."""
     for one in replaced:
         if one.parameter.dim():
-            _let_go(one.parameter)
+            one.parameter.data = torch.empty(0, dtype=one.parameter.dtype, device=one.parameter.device)
             vars(one.parameter)[_MARK] = True
 
 
@@ -319,12 +319,6 @@ def _parameters(module: nn.Module, done: set[int]) -> list[Replaced]:
             one = found.setdefault(id(parameter), Replaced(parameter, [], parameter.device, parameter.dtype))
             one.places.append((inner, name))
     return list(found.values())
-
-
-def _let_go(parameter: nn.Parameter) -> None:
-    """Free the memory of a parameter that nobody uses any more, and keep the object."""
-    with torch.no_grad():
-        parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
 
 _MARK = "autoshard_replaced"

@@ -20,11 +20,11 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError, VerifyError, first_line
 from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED
+from autoshard.runtime.apply import find_runtime
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.dispatch import remove
-from autoshard.runtime.hooks import RootHook
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.microbatches import Divide
 from autoshard.verify.compare import compare
@@ -63,7 +63,8 @@ def check_at_first_call(model: nn.Module) -> nn.Module:
     if record is not None:
         record.handles.append(hook.handle)
         return model
-    runtime = _runtime(model)
+    runtime = find_runtime(model)
+    assert runtime is not None
     runtime.handles.append(hook.handle)
     return model
 
@@ -107,17 +108,15 @@ def division_of(model: nn.Module) -> Divide | None:
     return next((layer for layer in layers_of(model) if isinstance(layer, Divide)), None)
 
 
-def _runtime(model: nn.Module) -> Any:
-    return next(hook.runtime for hook in layers_of(model) if isinstance(hook, RootHook))
-
-
 def _compare(model: nn.Module, args: tuple, kwargs: dict) -> None:
     record, divide = cut_record(model), division_of(model)
     work = Work(args=args, kwargs=kwargs, cut=record is not None, divided=divide is not None)
-    devices = record.ranks.devices if record is not None and isinstance(record.ranks, LocalRanks) else ()
+    runtime = find_runtime(model)
+    placed = runtime.record.placed if runtime is not None else ()
+    devices = record.ranks.devices if record is not None and isinstance(record.ranks, LocalRanks) else placed
     expected, found, work = run_both(
         lambda: run(_in_one_piece(model), work), lambda: run(_copied(model), work), work, [],
-        [*(devices or _runtime(model).record.placed)],
+        [*devices],
     )  # fmt: skip
     errors = compare(expected, found, 0.0, work)
     if errors.first is not None:
@@ -140,7 +139,8 @@ def _in_one_piece(model: nn.Module) -> nn.Module:
     if cut_record(model) is not None:
         return remove(_copied(model, shared=False))
     made = _copied(model)
-    runtime = _runtime(made)
+    runtime = find_runtime(made)
+    assert runtime is not None
     runtime.record = replace(runtime.record, division=None)
     divide = division_of(made)
     assert divide is not None
