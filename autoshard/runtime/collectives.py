@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from autoshard.errors import ApplyError, RankError, first_line
 from autoshard.plan.sharding import coordinates_of, kept, resized
+from autoshard.runtime.backward import with_backward
 from autoshard.runtime.departed import find_gone, said_of
 
 
@@ -239,60 +240,6 @@ def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
     )
 
 
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, gathered: bool) -> torch.Tensor:
-        ctx.ranks = ranks
-        return ranks.add_gathered(tensor) if gathered else ranks.all_reduce(tensor.clone())
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return copy_to_region(gradient, ctx.ranks), None, None
-
-
-class _CopyToRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return reduce(gradient, ctx.ranks), None
-
-
-class _CopyFromRegion(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-        ctx.ranks = ranks
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ranks = ctx.ranks
-        first = ranks.own(tuple(torch.ones((), dtype=gradient.dtype) * (rank == 0) for rank in range(ranks.size)))
-        return copy_to_region(gradient, ranks) * first.to(gradient.device), None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, ranks: Ranks, dim: int, where: Layout, order: torch.Tensor,
-        index: torch.Tensor, owned: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        ctx.dim, ctx.ranks = dim, ranks
-        ctx.save_for_backward(index, owned)
-        return ranks.gather(tensor, dim, where, order)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        index, owned = ctx.saved_tensors
-        part = copy_to_region(gradient, ctx.ranks).index_select(ctx.dim, index)
-        shape = [1] * part.dim()
-        shape[ctx.dim] = -1
-        return part * owned.to(part.dtype).view(shape), None, None, None, None, None, None
-
-
 ALONG: Mapping[str, tuple[str, str]] = {
     "scatter": ("add_along", "whole_along"), "collect": ("whole_along", "add_along"),
     "divide": ("own_along", "whole_along"), "join": ("whole_along", "own_along"), "whole": ("whole_along", "own_along"),
@@ -300,23 +247,15 @@ ALONG: Mapping[str, tuple[str, str]] = {
 """Actions on divided tokens: what they do, and what their backward does."""
 
 
-class _Along(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, ranks: Ranks, dim: int, kind: str) -> torch.Tensor:
-        ctx.back = ranks, dim, kind
-        # The memory is new, also where one sample makes it a view of itself: code may write into it.
-        return getattr(ranks, ALONG[kind][0])(tensor, dim).detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        ranks, dim, kind = ctx.back
-        back = next(other for other, kinds in ALONG.items() if kinds == ALONG[kind][::-1])
-        return along(gradient, ranks, dim, back), None, None, None
-
-
 def along(tensor: torch.Tensor, ranks: Ranks, dim: int, kind: str) -> torch.Tensor:
     """Carry out an action on divided tokens."""
-    return _Along.apply(tensor, ranks, dim, kind)
+    back = next(other for other, kinds in ALONG.items() if kinds == ALONG[kind][::-1])
+
+    def moved(one: torch.Tensor) -> torch.Tensor:
+        # The memory is new, also where one sample makes it a view of itself: code may write into it.
+        return getattr(ranks, ALONG[kind][0])(one, dim).detach()
+
+    return with_backward(tensor, moved, lambda gradient: along(gradient, ranks, dim, back))
 
 
 def tracked(tensor: torch.Tensor) -> bool:
@@ -326,23 +265,30 @@ def tracked(tensor: torch.Tensor) -> bool:
 
 def reduce(tensor: torch.Tensor, ranks: Ranks, fresh: bool = False, gathered: bool = False) -> torch.Tensor:
     """Sum over ranks. `fresh`: nobody else has the tensor, so its memory may be used; `gathered`: as in an action."""
+
+    def total(one: torch.Tensor, fresh: bool = False) -> torch.Tensor:
+        return ranks.add_gathered(one) if gathered else ranks.all_reduce(one if fresh else one.clone())
+
     if tracked(tensor):
-        return _Reduce.apply(tensor, ranks, gathered)
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if gathered:
-        return ranks.add_gathered(tensor)
-    return ranks.all_reduce(tensor if fresh else tensor.clone())
+        return with_backward(tensor, total, lambda gradient: copy_to_region(gradient, ranks))
+    return total(tensor.detach() if tensor.requires_grad else tensor, fresh)
 
 
 def copy_to_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return an alias whose gradient is summed over ranks; the very tensor if it has no gradient."""
-    return _CopyToRegion.apply(tensor, ranks) if tracked(tensor) else tensor
+    if not tracked(tensor):
+        return tensor
+    return with_backward(tensor, lambda one: one.view_as(one), lambda gradient: reduce(gradient, ranks))
 
 
 def copy_from_region(tensor: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """Return an alias whose gradient only rank 0 hands on; the very tensor if it has no gradient."""
-    return _CopyFromRegion.apply(tensor, ranks) if tracked(tensor) else tensor
+
+    def of_first(gradient: torch.Tensor) -> torch.Tensor:
+        first = ranks.own(tuple(torch.ones((), dtype=gradient.dtype) * (rank == 0) for rank in range(ranks.size)))
+        return copy_to_region(gradient, ranks) * first.to(gradient.device)
+
+    return with_backward(tensor, lambda one: one.view_as(one), of_first) if tracked(tensor) else tensor
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -427,10 +373,18 @@ class Axis:
     def gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole of a tensor of which this is this rank's part."""
         self._follow(tensor)
-        dim = dim % tensor.dim()
-        if tracked(tensor):
-            return _Gather.apply(tensor, self.ranks, dim, self.where, self.order, self.index, self.owned)
-        return self.ranks.gather(tensor, dim, self.where, self.order)
+        dim, ranks, order, index, owned = dim % tensor.dim(), self.ranks, self.order, self.index, self.owned
+
+        def whole(part: torch.Tensor) -> torch.Tensor:
+            return ranks.gather(part, dim, self.where, order)
+
+        def own(gradient: torch.Tensor) -> torch.Tensor:
+            part = copy_to_region(gradient, ranks).index_select(dim, index)
+            shape = [1] * part.dim()
+            shape[dim] = -1
+            return part * owned.to(part.dtype).view(shape)
+
+        return with_backward(tensor, whole, own) if tracked(tensor) else whole(tensor)
 
     def rows(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Where the rows of a table that `ids` name are in this rank's part, and which of them it does not have.

@@ -9,6 +9,7 @@ import torch
 
 from autoshard.common.packed import is_packed, repacked, stored_tensors
 from autoshard.errors import ApplyError, first_line
+from autoshard.runtime.backward import with_backward
 from autoshard.runtime.layout import gapped_strides
 
 CPU = torch.device("cpu")
@@ -99,7 +100,8 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or tensor.device.type != "cuda" or device == tensor.device:
         return copy_tensor(tensor, device)
     if tensor.requires_grad and torch.is_grad_enabled():
-        return _Send.apply(tensor, device)
+        source = tensor.device
+        return with_backward(tensor, lambda one: send(one.detach(), device), lambda gradient: send(gradient, source))
     arrivals = _arrivals.get(device) or _arrivals.setdefault(device, torch.cuda.Stream(device))
     with torch.cuda.stream(arrivals):
         copy = copy_tensor(tensor, device)
@@ -108,17 +110,6 @@ def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     for part in stored_tensors(copy):  # or its memory could be given away while it is still read
         part.record_stream(computing)
     return copy
-
-
-class _Send(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        ctx.source = tensor.device
-        return send(tensor.detach(), device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return send(gradient, ctx.source), None
 
 
 def fresh_copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -20,6 +20,7 @@ import torch
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors
+from autoshard.runtime.backward import with_backward
 from autoshard.runtime.devices import fresh_copy
 from autoshard.runtime.given import Given
 from autoshard.torch_private import DispatchMode, storage_id
@@ -198,45 +199,32 @@ def _copies(tensor: torch.Tensor, devices: Sequence[torch.device]) -> RankTensor
     return RankTensor([tensor, *others], devices)
 
 
-class _Spread(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
-        ctx.device = tensor.device
-        return _from_first(fresh_copy(tensor.detach(), devices[0]), devices)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        if isinstance(gradient, RankTensor):
-            gradient.agreed()
-        return collect(gradient, ctx.device).to(ctx.device), None
-
-
-class _Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: RankTensor) -> torch.Tensor:
-        ctx.devices = tensor.devices
-        return tensor.parts[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return give(gradient, ctx.devices)
-
-
 def give(tensor: torch.Tensor, devices: Sequence[torch.device]) -> torch.Tensor:
     """Spread an input of the model, with the way back of its gradient."""
     if isinstance(tensor, RankTensor):
         return tensor
-    dual = torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # `_Spread` refuses it
+    dual = torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None  # `with_backward` refuses it
     tracked = dual or (tensor.requires_grad and torch.is_grad_enabled())
-    return _Spread.apply(tensor, tuple(devices)) if tracked else spread(tensor, devices)
+    if not tracked:
+        return spread(tensor, devices)
+    source = tensor.device
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        if isinstance(gradient, RankTensor):
+            gradient.agreed()
+        return collect(gradient, source).to(source)
+
+    return with_backward(tensor, lambda one: _from_first(fresh_copy(one.detach(), devices[0]), devices), back)
 
 
 def collect(tensor: torch.Tensor, output_device: torch.device) -> torch.Tensor:
     """Turn an output of the model into an ordinary tensor at `output_device`; what differs between ranks stays."""
     if not isinstance(tensor, RankTensor) or not same(tensor.parts):
         return tensor
-    tracked = tensor.requires_grad and torch.is_grad_enabled()
-    return (_Collect.apply(tensor) if tracked else tensor.parts[0]).to(output_device)
+    first, devices = tensor.parts[0], tensor.devices
+    if tensor.requires_grad and torch.is_grad_enabled():
+        first = with_backward(tensor, lambda one: one.parts[0].detach(), lambda gradient: give(gradient, devices))
+    return first.to(output_device)
 
 
 _running = threading.local()
