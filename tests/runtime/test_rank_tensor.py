@@ -13,10 +13,10 @@ import autoshard
 from autoshard.check.rank import LoneRank
 from autoshard.errors import ApplyError
 from autoshard.plan.sharding import Action, resized
-from autoshard.runtime.actions import Memo, Step
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running, spread
+from autoshard.runtime.steps import Memo, Step
 from tests.threads import run_ranks
 
 
