@@ -58,6 +58,13 @@ def fresh(size: int) -> Axis:
     return (Factor(size),) if size != 1 else ()
 
 
+def whole(size: int, why: str) -> Axis:
+    """An axis of which nothing is known but that it can't be cut."""
+    made = fresh(size)
+    make_unshardable(made, why)
+    return made
+
+
 def size_of(axis: Axis) -> int:
     return axis[0].size if len(axis) == 1 else prod(term.size for term in axis)
 
@@ -238,11 +245,10 @@ def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
 
 def _reground(taken: Axis, rest: Axis, size: int, why: str) -> tuple[Axis, Axis]:
     """Give up on what does not divide: the old factors and the new ones in their place can't be cut."""
-    make_unshardable(rest, f"{why}: {size} is no part of {_sizes(rest)}")
+    why = f"{why}: {size} is no part of {_sizes(rest)}"
+    make_unshardable(rest, why)
     total = size_of(rest)
-    major, minor = fresh(size), fresh(total // size if total % size == 0 else 0)
-    make_unshardable((*major, *minor), f"{why}: {size} is no part of {_sizes(rest)}")
-    return (*taken, *major), minor
+    return (*taken, *whole(size, why)), whole(total // size if total % size == 0 else 0, why)
 
 
 def cut(axis: Axis, at: int, why: str = "") -> tuple[Axis, Axis]:
@@ -253,10 +259,9 @@ def cut(axis: Axis, at: int, why: str = "") -> tuple[Axis, Axis]:
     axis = resolve(axis)
     minor = size_of(axis[1:])
     if at % minor:
-        make_unshardable(axis, f"{why}: a part of {at} cuts through {_sizes(axis)}")
-        parts = fresh(at), fresh(size_of(axis) - at)
-        make_unshardable((*parts[0], *parts[1]), f"{why}: a part of {at} cuts through {_sizes(axis)}")
-        return parts
+        why = f"{why}: a part of {at} cuts through {_sizes(axis)}"
+        make_unshardable(axis, why)
+        return whole(at, why), whole(size_of(axis) - at, why)
     before, after = _cut_factor(axis[0], at // minor, why)
     return resolve((*before, *axis[1:])), resolve((*after, *axis[1:]))
 
@@ -296,10 +301,9 @@ def _joined(segments: list[Axis]) -> Axis:
 def every(axis: Axis, step: int, why: str = "") -> Axis:
     """Every `step`-th index: the major factor, if the step divides the size; the minor one can't be cut then."""
     if size_of(axis) % step:
-        make_unshardable(axis, f"{why}: a step of {step} does not divide {_sizes(axis)}")
-        made = fresh(-(-size_of(axis) // step))
-        make_unshardable(made, f"{why}: a step of {step} does not divide {_sizes(axis)}")
-        return made
+        why = f"{why}: a step of {step} does not divide {_sizes(axis)}"
+        make_unshardable(axis, why)
+        return whole(-(-size_of(axis) // step), why)
     major, minor = _take(axis, size_of(axis) // step, why)
     make_unshardable(minor, f"{why}: takes one of every {step}")
     return major

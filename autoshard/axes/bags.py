@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, fresh, make_unshardable, reshape
+from autoshard.axes.axis import Axis, reshape
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import Contents
 from autoshard.axes.rules import broadcast
@@ -45,10 +45,7 @@ def bags(walk: BatchAxes, op: Op) -> list[State] | None:
     if walk.mixes(divide):
         return None
     for value in op.outputs:
-        axes = [fresh(size) for size in walk.graph.values[value].shape]
-        for axis in axes:
-            make_unshardable(axis, "of bags")
-        walk.walk.axes[value] = (made[0], *axes[1:]) if value == op.outputs[0] else tuple(axes)
+        walk.give(value, {0: made[0]} if value == op.outputs[0] else {})
     return [walk.made("apart" in states, op.outputs[0]), *["mixed"] * (len(op.outputs) - 1)]  # type: ignore[list-item]
 
 

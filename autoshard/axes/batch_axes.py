@@ -12,14 +12,14 @@ from autoshard.axes.axis import (
     Factor,
     covers,
     factors_of,
-    fresh,
     local_size,
     make_unshardable,
     resolve,
     times,
+    whole,
 )
 from autoshard.axes.contents import Contents, paired
-from autoshard.axes.given import literals, plain
+from autoshard.axes.given import literals, plain, written_storages
 from autoshard.axes.rules import Axes, Rule, Seen
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op
@@ -74,6 +74,7 @@ class BatchAxes:
         other: the same forward with a larger batch, which runs the same ops; `rows`, `other_rows`: of how many.
         batch: the factor of the samples; `axes`: of all values, with it.
         counts: by value, which of its dimensions are longer for a larger batch.
+        overwritten: storages that any op writes into.
         cause: by mixed value, the op that first mixed samples, -1 for one from outside.
     """
 
@@ -85,6 +86,7 @@ class BatchAxes:
         self.rows, self.other_rows = rows
         self.counts = _counts(graph, other)
         self.cause: dict[int, int] = {}
+        self.overwritten = written_storages(graph)
         self.contents = Contents(graph, self.counts), Contents(other, self.counts)
         self.walk = _Axes(graph, table=table, contents=self.contents, batch=batch, rows=rows)
         self.walk.axes.update(inputs)
@@ -123,6 +125,19 @@ class BatchAxes:
         """Which dimensions of a value are longer for a larger batch."""
         return self.counts.get(value) or (False,) * len(self.graph.values[value].shape)
 
+    def is_of_samples(self, value: int) -> bool:
+        """Whether every element of a value belongs to a sample of the batch."""
+        return self.state(value) == "apart" and self.has_batch(value)
+
+    def is_the_same(self, value: int) -> bool:
+        """Whether a value holds the same for all samples, and for any number of them."""
+        longer = enumerate(self.longer(value))
+        return self.state(value) == "shared" and all(self.is_same_along(value, dim) for dim, more in longer if more)
+
+    def is_overwritten(self, value: int) -> bool:
+        """Whether any op writes into the memory of a value."""
+        return self.graph.values[value].storage in self.overwritten
+
     def is_same_along(self, value: int, dim: int) -> bool:
         """Whether a value that depends on no sample is the same everywhere along a dimension."""
         return all(isinstance(term, Factor) and not term.unshardable for term in self.axes(value)[dim])
@@ -133,16 +148,18 @@ class BatchAxes:
 
     def _from_outside(self, value: int) -> State:
         row = self.graph.values[value]
-        made = tuple(fresh(size) for size in row.shape)
-        for axis in made:
-            make_unshardable(axis, "it comes from outside")
-        self.walk.axes[value] = made
+        self.give(value, {})
         mine, its = self.contents[0].literals.get(value), self._others.get(value)
         same = mine is None or its is None or torch.equal(mine, its)
         if row.shape == self.other.values[value].shape and same:
             return "shared"
         self.cause.setdefault(value, -1)
         return "mixed"
+
+    def give(self, value: int, known: Mapping[int, Axis]) -> None:
+        """Enter the axes of a value, by dimension; those that are not among them can't be cut."""
+        sizes = enumerate(self.graph.values[value].shape)
+        self.walk.axes[value] = tuple(known[dim] if dim in known else whole(size, "not known") for dim, size in sizes)
 
     def mixes(self, act: Callable[[], None]) -> bool:
         """Whether something that is done to axes mixes samples, or entries."""
@@ -170,8 +187,8 @@ def _without(axis: Axis, unshardable: Collection[Factor], why: str) -> Axis:
         if isinstance(term, Cat):
             term = Cat(_without(segment, unshardable, why) for segment in term.segments)
         elif term in unshardable:
-            term = Factor(term.size)
-            make_unshardable((term,), why)
+            made += whole(term.size, why)
+            continue
         made.append(term)
     return tuple(made)
 

@@ -22,7 +22,7 @@ from autoshard.axes import rules
 from autoshard.axes.axis import covers
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
-from autoshard.axes.given import arguments_of, origin, written_storages
+from autoshard.axes.given import arguments_of, origin
 from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, broadcast, dims_of, names
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -256,9 +256,7 @@ def is_so_much_per_row(walk: BatchAxes, value: int) -> bool:
         return False
     source = op.inputs[0]
     mine, other = (torch.Size(one.values[source].shape).numel() for one in (graph, walk.other))
-    if walk.state(source) != "shared" or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
-        return False
-    if any(longer and not walk.is_same_along(source, dim) for dim, longer in enumerate(walk.longer(source))):
+    if not walk.is_the_same(source) or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
         return False
     return _is_never_drawn(graph, _unordered(walk, source))
 
@@ -284,8 +282,7 @@ def _unordered(walk: BatchAxes, value: int) -> int:
         return value
     same = graph.values[index].shape == shape and along % len(shape) == dim % len(shape)
     longer = walk.longer(table)
-    written = written_storages(graph)
-    kept = graph.values[index].storage not in written and graph.values[value].storage not in written
+    kept = not walk.is_overwritten(index) and not walk.is_overwritten(value)
     return table if same and kept and not longer[dim % len(shape)] and order.outputs[-1] != table else value
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from autoshard.axes import mixing, products, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Cat, Factor, fresh, make_unshardable
+from autoshard.axes.axis import Axis, Cat, Factor, whole
 from autoshard.axes.reshaping import RESHAPES, constant, reshaped
 from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, names, pointwise
 from autoshard.plan.sharding import Product, parse_axis
@@ -105,7 +105,5 @@ def _made(product: Product, starred: Factor) -> Axis:
         elif term < 0:
             made.append(starred)
         else:
-            other = fresh(term)
-            make_unshardable(other, "it is no dimension of the batch")
-            made += other
+            made += whole(term, "it is no dimension of the batch")
     return tuple(made)

@@ -6,12 +6,14 @@ without the rest; but what enters a block does so at the largest, since a block 
 """
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
 from autoshard.axes.axis import Factor, describe, factors_of
 from autoshard.axes.regions import OUTSIDE, Region
-from autoshard.axes.walk import AxisWalk, Contraction, where
+from autoshard.axes.rules import Contraction
+from autoshard.axes.walk import AxisWalk, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
 from autoshard.common.module_paths import is_below, join, relative
 from autoshard.plan.sharding import DROPOUTS, Action
@@ -89,49 +91,42 @@ class CommunicationPoints:
             return self._actions(factor, smallest=False)
 
     def _actions(self, factor: Factor, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
-        found: dict[Action, set[int]] = {}
+        due: list[tuple[Action, int]] = []
         few = self._little_sums(factor)
-
-        def note(actions: Iterable[tuple[Action, int]]) -> None:
-            for action, call in actions:
-                found.setdefault(action, set()).add(call)
-
         for value in self._incoming:
             for dim in self.walk.cut_dims(value, factor):
-                axis = describe(self.walk.axes[value][dim], factor)
                 readers = [op for op in self._readers.get(value, ()) if op in self._inside]
-                note(self._entering("slice", value, readers, dim, axis, smallest))
+                due += self._entering("slice", value, readers, dim, self._axis(value, dim, factor), smallest)
         for contraction in self.walk.contractions:
             if factor in factors_of(contraction.axis):
-                note(self._reduction(contraction, factor, contraction.op in few))
+                due.append(self._reduction(contraction, factor, contraction.op in few))
         for op, value in self.walk.random_calls:
             for dim in self.walk.cut_dims(value, factor):
-                note(self._drawing(op, value, dim, describe(self.walk.axes[value][dim], factor)))
+                due.append(self._drawing(op, value, dim, self._axis(value, dim, factor)))
         entering, staying, summed = self._crossings(factor)
         for value, readers in entering.items():
-            note(self._entering("copy_to", value, readers, 0, "", smallest and self.region.path == OUTSIDE))
+            due += self._entering("copy_to", value, readers, 0, "", smallest and self.region.path == OUTSIDE)
         for value in staying:
-            note(self._leaving("copy_from", value, 0, ""))
+            due.append(self._leaving("copy_from", value, 0, ""))
         for value in self._outgoing:
             for dim in self.walk.cut_dims(value, factor):
-                note(self._leaving("gather", value, dim, describe(self.walk.axes[value][dim], factor)))
-        return tuple(self._checked(found)), summed
+                due.append(self._leaving("gather", value, dim, self._axis(value, dim, factor)))
+        return tuple(self._checked(due)), summed
+
+    def _axis(self, value: int, dim: int, factor: Factor) -> str:
+        return describe(self.walk.axes[value][dim], factor)
 
     def sum_at(self, factor: Factor, op: int) -> list[Action]:
         """The actions of the sums over a factor that one op makes."""
         few = self._little_sums(factor)
         return [
-            action
+            self._reduction(one, factor, op in few)[0]
             for one in self.walk.contractions if one.op == op and factor in factors_of(one.axis)
-            for action, _ in self._reduction(one, factor, op in few)
         ]  # fmt: skip
 
     def entering_at(self, kind: str, value: int, ops: list[int], dim: int, axis: str) -> list[Action]:
         """The actions on a value before some ops read it, at modules as large as can be. Raises `Unplaceable`."""
-        found: dict[Action, set[int]] = {}
-        for action, call in self._entering(kind, value, ops, dim, axis, False):
-            found.setdefault(action, set()).add(call)
-        return self._checked(found)
+        return self._checked(self._entering(kind, value, ops, dim, axis, False))
 
     def entries_of(self, factor: Factor, value: int) -> list[Action]:
         """The actions that a factor has where a value enters its cut, wherever they may have been put."""
@@ -210,7 +205,7 @@ class CommunicationPoints:
 
     # ---- the places
 
-    def _reduction(self, contraction: Contraction, factor: Factor, gathered: bool) -> list[tuple[Action, int]]:
+    def _reduction(self, contraction: Contraction, factor: Factor, gathered: bool) -> tuple[Action, int]:
         op = self.graph.ops[contraction.op]
         site = self._site(contraction.op)
         if site is None:
@@ -227,7 +222,7 @@ class CommunicationPoints:
             self._check_added_only(contraction)
         kind = "lookup" if contraction.lookup else "mean" if contraction.mean else "reduce"
         axis = describe(contraction.axis, factor) if kind != "reduce" else ""
-        return [(replace(self._at(site, kind, results[0], 0, axis, addend), gathered=gathered), site.call)]
+        return replace(self._at(site, kind, results[0], 0, axis), addend=addend, gathered=gathered), site.call
 
     def _check_added_only(self, contraction: Contraction) -> None:
         """What is added behind a sum over ranks is hidden from the code that runs before it."""
@@ -236,11 +231,11 @@ class CommunicationPoints:
             if contraction.addend in self._tensors and name_of(self.graph.ops[reader]) != function:
                 raise Unplaceable(f"{self.where(reader)} reads what {self.where(contraction.op)} adds")
 
-    def _drawing(self, op: int, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
+    def _drawing(self, op: int, value: int, dim: int, axis: str) -> tuple[Action, int]:
         site = self._site(op)
         if site is None or site.function not in DROPOUTS:
             raise Unplaceable(f"{self.where(op)} draws random numbers for a part of a tensor")
-        return self._sized(value, [(self._at(site, "dropout", "", dim, axis), site.call)])
+        return self._at(site, "dropout", "", dim, axis, value), site.call
 
     def _entering(
         self, kind: str, value: int, ops: list[int], dim: int, axis: str, smallest: bool
@@ -254,10 +249,11 @@ class CommunicationPoints:
             readers = {op for op in self._readers.get(value, ()) if call.begin <= op < call.end}
             if readers and readers <= rest:
                 rest -= readers
-                for path in _paths(call.input_paths, call.inputs, value):
-                    actions.append((self._of_module(call, kind, path, dim, axis), call.index))
+                for path, seen in zip(call.input_paths, call.inputs, strict=True):
+                    if seen == value:
+                        actions.append((self._of_module(call, kind, path, dim, axis, value), call.index))
                 if value in call.outputs:
-                    actions.append((self._of_module(call, "restore", "", 0, ""), call.index))
+                    actions.append((self._of_module(call, "restore", "", 0, "", value), call.index))
         for op in sorted(rest):
             site = self._site(op)
             if site is None or value not in [seen for _, seen in site.inputs]:
@@ -266,43 +262,45 @@ class CommunicationPoints:
                 raise Unplaceable(f"{site.function} uses a tensor both inside and outside of the cut")
             for path, seen in site.inputs:
                 if seen == value:
-                    actions.append((self._at(site, kind, path, dim, axis), site.call))
-        return self._sized(value, actions)
+                    actions.append((self._at(site, kind, path, dim, axis, value), site.call))
+        return actions
 
-    def _leaving(self, kind: str, value: int, dim: int, axis: str) -> list[tuple[Action, int]]:
+    def _leaving(self, kind: str, value: int, dim: int, axis: str) -> tuple[Action, int]:
         """An action behind the smallest module call, or function, that nobody inside reads past."""
         readers = [op for op in self._readers.get(value, ()) if op in self._inside]
         for call in sorted(self._calls, key=lambda call: call.end - call.begin):
             if value in call.outputs and value not in call.inputs and all(op < call.end for op in readers):
-                path = next(iter(_paths(call.output_paths, call.outputs, value)))
-                return self._sized(value, [(self._of_module(call, kind, path, dim, axis), call.index)])
+                path = call.output_paths[call.outputs.index(value)]
+                return self._of_module(call, kind, path, dim, axis, value), call.index
         site = self._site(self.graph.values[value].op)
         if site is not None and not readers:
             for path, seen in site.outputs:
                 if seen == value:
-                    return self._sized(value, [(self._at(site, kind, path, dim, axis), site.call)])
+                    return self._at(site, kind, path, dim, axis, value), site.call
         raise Unplaceable(
             f"a cut tensor of {self.where(self.graph.values[value].op)} leaves where it can't be gathered"
         )
 
-    def _checked(self, found: dict[Action, set[int]]) -> list[Action]:
+    def _checked(self, due: Iterable[tuple[Action, int]]) -> list[Action]:
         """Every action must be due in every call of its module, or the runtime would act where it must not."""
-        calls: dict[str, int] = {}
-        for call in self.graph.calls:
-            calls[call.path] = calls.get(call.path, 0) + 1
+        found: dict[Action, set[int]] = {}
+        for action, call in due:
+            found.setdefault(action, set()).add(call)
+        calls = Counter(call.path for call in self.graph.calls)
         for action, ops in found.items():
             path = join(self.region.path, action.module)
             if len(ops) != calls[path]:
                 raise Unplaceable(f"{path or 'the model'} is called in different ways")
         return list(found)
 
-    # ---- making actions
+    # ---- making actions: on a value, with how many dimensions it has where they are about one of them
 
-    def _of_module(self, call: Call, kind: str, path: str, dim: int, axis: str) -> Action:
-        return Action(kind=kind, module=self._relative(call.path), argument=path, dim=dim, axis=axis)  # type: ignore[arg-type]
+    def _of_module(self, call: Call, kind: str, path: str, dim: int, axis: str, value: int) -> Action:
+        made = Action(kind=kind, module=self._relative(call.path), argument=path, dim=dim, axis=axis)  # type: ignore[arg-type]
+        return replace(made, dims=len(self.graph.values[value].shape)) if axis else made
 
-    def _at(self, site: SiteCall, kind: str, path: str, dim: int, axis: str, addend: str = "") -> Action:
-        return Action(
+    def _at(self, site: SiteCall, kind: str, path: str, dim: int, axis: str, value: int = -1) -> Action:
+        made = Action(
             kind=kind,  # type: ignore[arg-type]
             module=self._relative(self.graph.calls[site.call].path),
             function=site.function,
@@ -312,13 +310,8 @@ class CommunicationPoints:
             argument=path,
             dim=dim,
             axis=axis,
-            addend=addend,
         )
-
-    def _sized(self, value: int, actions: list[tuple[Action, int]]) -> list[tuple[Action, int]]:
-        """The actions on a value, with how many dimensions it has where they are about one of them."""
-        dims = len(self.graph.values[value].shape)
-        return [(replace(action, dims=dims) if action.axis else action, call) for action, call in actions]
+        return replace(made, dims=len(self.graph.values[value].shape)) if axis and value >= 0 else made
 
     def call_at(self, kind: str, op: int, axis: str) -> Action:
         """An action around the call of the torch function that ran an op."""
@@ -336,10 +329,6 @@ class CommunicationPoints:
         if place >= 0 and op < self._sites[place].end:
             return self._sites[place]
         return None
-
-
-def _paths(paths: tuple[str, ...], values: tuple[int, ...], value: int) -> list[str]:
-    return [path for path, seen in zip(paths, values, strict=True) if seen == value]
 
 
 def differentiable(graph: ModelGraph) -> set[int]:

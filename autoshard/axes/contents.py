@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from autoshard.axes.axis import Axis, Factor, describe, factors_of, fresh, make_unshardable
+from autoshard.axes.axis import Axis, Factor, describe, factors_of, fresh, whole
 from autoshard.axes.given import arguments_of, computed, literals, written_storages
 from autoshard.axes.reshaping import PARTS
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -124,9 +124,7 @@ def paired(
     at, major, minor = repeats[0]
     assert numbers[0] is not None
     made = [fresh(size) for size in numbers[0].shape]
-    before, after = fresh(major), fresh(minor)
-    make_unshardable((*before, *after), "picked by index")
-    made[at] = (*before, factor, *after)
+    made[at] = (*whole(major, "picked by index"), factor, *whole(minor, "picked by index"))
     return made
 
 

@@ -26,13 +26,13 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, Factor, covers, factors_of, fresh, make_unshardable, reshape, size_of, times
+from autoshard.axes.axis import Axis, Factor, covers, factors_of, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import bound_of_filled
-from autoshard.axes.given import arguments_of, is_where_alone, plain, written_storages
+from autoshard.axes.given import arguments_of, is_where_alone, plain
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
-from autoshard.capture.graph import Op, name_of
+from autoshard.capture.graph import Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
 
 COPIES = frozenset({"to", "_to_copy", "alias", "contiguous", "clone", "detach"}) | RESHAPES
@@ -99,7 +99,6 @@ class Entries:
         self._sorted: dict[int, int] = {}  # sorted keys -> keys
         self._selections: dict[Factor, Selection] = {}
         self._chosen: dict[Any, Selection] = {}
-        self._written = written_storages(walk.graph)
 
     def results(self, op: Op) -> list[State] | None:
         """The states of what an op makes of entries, or of elements by their places; None if it is no such op."""
@@ -156,7 +155,7 @@ class Entries:
             self._inverse[places] = known.selection
             return ["mixed"] * len(op.outputs)
         axes = walk.axes(source)
-        if len(axes) != 1 or not self._is_of_samples(source):
+        if len(axes) != 1 or not self.walk.is_of_samples(source):
             return None
         selection = self._select(op, size_of(axes[0]), axes, keys=-1 if _descends(op) else self._root(source))
         self._places[places] = EntryPlaces(selection=selection, axis=axes[0])
@@ -164,22 +163,10 @@ class Entries:
             self._sorted[values] = selection.keys
         return [self._entries(value, selection) if value == values else "mixed" for value in op.outputs]
 
-    def _is_of_samples(self, value: int) -> bool:
-        """Whether every element belongs to a sample of the batch."""
-        return self.walk.state(value) == "apart" and self.walk.has_batch(value)
-
     def _entries(self, value: int, selection: Selection, at: int = 0) -> State:
         """Give a result the entries along one dimension."""
-        self._give(value, {at: (selection.factor,)})
+        self.walk.give(value, {at: (selection.factor,)})
         return "apart"
-
-    def _give(self, value: int, known: Mapping[int, Axis]) -> None:
-        """Give a result some axes; the others can't be cut."""
-        made = [known.get(dim, fresh(size)) for dim, size in enumerate(self.walk.graph.values[value].shape)]
-        for dim, axis in enumerate(made):
-            if dim not in known:
-                make_unshardable(axis, "entries")
-        self.walk.walk.axes[value] = tuple(made)
 
     def _found(self, op: Op, name: str) -> list[State] | None:
         selection = self._choice(op, op.inputs[0], op.outputs[0])
@@ -196,10 +183,9 @@ class Entries:
         """What a mask chooses. `entries`: a value that has as many of them along a dimension."""
         graph, other = self.walk.graph, self.walk.other
         count, its = graph.values[entries].shape[at], other.values[entries].shape[at]
-        row = graph.values[mask]
-        if row.storage in self._written or not row.shape or count < LEAST or count == its:
+        if count < LEAST or count == its or not graph.values[mask].shape:
             return None
-        if not self._is_of_samples(mask):
+        if self.walk.is_overwritten(mask) or not self.walk.is_of_samples(mask):
             return None
         key = self._key(mask)
         if key not in self._chosen:
@@ -209,9 +195,8 @@ class Entries:
 
     def _key(self, mask: int, depth: int = 3) -> Any:
         """What computes a mask, the same for `~mask` wherever it is written."""
-        row = self.walk.graph.values[mask]
-        op = self.walk.graph.ops[row.op] if row.op >= 0 else None
-        if op is None or op.node is None or not depth or row.storage in self._written or len(op.outputs) > 1:
+        op = maker_of(self.walk.graph, mask)
+        if op is None or op.node is None or not depth or self.walk.is_overwritten(mask) or len(op.outputs) > 1:
             return mask
         if not is_pointwise(op.target) or traits_of(op.target).random:
             return mask
@@ -276,10 +261,10 @@ class Entries:
     def _root(self, value: int) -> int:
         """Of which value this is a copy in any order, -1 if that may have been written over."""
         graph = self.walk.graph
-        while graph.values[value].storage not in self._written:
+        while not self.walk.is_overwritten(value):
             if value in self._sorted:
                 return self._sorted[value]
-            op = graph.ops[graph.values[value].op] if graph.values[value].op >= 0 else None
+            op = maker_of(graph, value)
             if op is None or not _copies(op) or graph.values[value].dtype not in EXACT:
                 return value
             value = op.inputs[0]
@@ -289,8 +274,7 @@ class Entries:
         """All numbers of a value are below this one, and none is below 0; 0 if that is not known."""
         graph = self.walk.graph
         value = self._root(value)
-        while value >= 0 and (at := graph.values[value].op) >= 0 and graph.values[value].storage not in self._written:
-            op = graph.ops[at]
+        while value >= 0 and (op := maker_of(graph, value)) is not None and not self.walk.is_overwritten(value):
             if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin", "argsort"):
                 shape = graph.values[op.inputs[0]].shape
                 return _ranked(op, shape) if value == op.outputs[-1] and len(op.inputs) == 1 else 0
@@ -313,7 +297,7 @@ class Entries:
             selection = self._inverse.get(op.inputs[1]) if _first_index(op) else None
             if selection is None or self.entries(x) is not selection:
                 return None
-            self._give(made, {0: selection.axes[0]})
+            self.walk.give(made, {0: selection.axes[0]})
             return ["apart"]
         selection, at = next(iter(places.values())).selection, min(places)
         if len(shape) <= at or shape[at] != selection.count or not self._is_of(x, places):

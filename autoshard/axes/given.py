@@ -1,6 +1,6 @@
 """What ops are given that is no tensor, by name or as a list, and numbers that code alone decides."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -14,13 +14,27 @@ from autoshard.torch_private import OpOverload
 def arguments_of(op: Op) -> dict[str, Any]:
     """The arguments of an op by name, with defaults for those that it was not given."""
     assert op.node is not None
-    defaults = _defaults(op.target)
-    return {**defaults, **dict(zip(defaults, op.node.args, strict=False)), **op.node.kwargs}
+    return named(op.target, op.node.args, op.node.kwargs)
+
+
+def named(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, with defaults; those of which an op does not say the names by their places."""
+    defaults = _defaults(target)
+    names = [*defaults, *map(str, range(len(defaults), len(args)))]
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 @cache
 def _defaults(target: Any) -> dict[str, Any]:
-    return {argument.name: argument.default_value for argument in target._schema.arguments}
+    schema = getattr(target, "_schema", None)
+    return {argument.name: argument.default_value for argument in (schema.arguments if schema is not None else ())}
+
+
+def with_tensors(op: Op, made: Callable[[torch.fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of an op with what is made of each node in its place, in their order."""
+    assert op.node is not None
+    found: Any = torch.fx.map_arg((op.node.args, op.node.kwargs), made)
+    return found
 
 
 def plain(op: Op) -> list[Any]:
@@ -63,14 +77,7 @@ def computed(op: Op, given: Sequence[torch.Tensor | None]) -> list[Any] | None:
     if any(content is None for content in given):
         return None
     rest = iter(given)
-
-    def filled(item: Any) -> Any:
-        if isinstance(item, torch.fx.Node):
-            return next(rest)
-        return [filled(part) for part in item] if isinstance(item, (list, tuple)) else item
-
-    args = [filled(item) for item in op.node.args]
-    kwargs = {name: filled(item) for name, item in op.node.kwargs.items()}
+    args, kwargs = with_tensors(op, lambda node: next(rest))
     try:
         made = op.target(*args, **{**kwargs, **({"device": "cpu"} if kwargs.get("device") is not None else {})})
     except (RuntimeError, TypeError, NotImplementedError, IndexError):

@@ -56,6 +56,13 @@ class AxisGroup:
         own = tuple(self.blocks[place] for place in kept)
         return dataclasses.replace(self, blocks=own, ops=tuple(self.ops[place] for place in kept))
 
+    def as_cut(self, shares: tuple[int, ...]) -> Cut:
+        """What the analysis says of the group, unchecked: neither its scales are known, nor whether it is all."""
+        return Cut(
+            blocks=self.blocks, size=self.size, shares=shares, shards=self.shards, actions=self.actions,
+            summed=self.summed, training=True,  # the mode is that in which it was found
+        )  # fmt: skip
+
     @property
     def sent_bytes(self) -> int:
         """Bytes that ranks send in one forward of one block: all-reduces send twice."""

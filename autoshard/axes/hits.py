@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import fresh, make_unshardable, times
+from autoshard.axes.axis import times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import COPIES
 from autoshard.axes.given import written_storages
@@ -44,14 +44,13 @@ class Hits:
         self.walk = walk
         self.found: dict[int, int] = {}
         self.lists, self._named = named_hits(walk.graph)
-        self._written = written_storages(walk.graph)
 
     def results(self, op: Op) -> list[State] | None:
         """The states of what an op makes of hits; None if it is no such op."""
-        graph = self.walk.graph
+        walk = self.walk
         if op.outputs and self.lists.get(op.outputs[0]) == op.index:
-            mask = hit_mask(graph, op.inputs[0], self._written)
-            if mask is None or not self._is_of_samples(mask):
+            mask = hit_mask(walk.graph, op.inputs[0], self.walk.overwritten)
+            if mask is None or not walk.is_of_samples(mask) or times(walk.axes(mask)[0], walk.batch):
                 return None
             self.found[op.index] = mask
             return ["mixed"] * len(op.outputs)
@@ -70,10 +69,6 @@ class Hits:
         hit = self._named.get(value)
         return hit if hit is not None and hit.op in self.found else None
 
-    def _is_of_samples(self, mask: int) -> bool:
-        walk = self.walk
-        return walk.state(mask) == "apart" and walk.has_batch(mask) and not times(walk.axes(mask)[0], walk.batch)
-
     def _part(self, op: Op) -> list[State] | None:
         """The part of a mask, or of weights, that an expert has."""
         assert op.node is not None
@@ -82,22 +77,19 @@ class Hits:
         first = isinstance(index, (list, tuple)) and index[0] is not None and len(index) == 1
         if not first and not (name_of(op) == "index_select" and index == 0):
             return None
-        axes, shape = walk.axes(x), walk.graph.values[made].shape
+        axes = walk.axes(x)
         if walk.state(x) == "mixed" or walk.longer(x)[0] or times(axes[0]):
             return None
-        number = [fresh(size) for size in shape[: len(shape) - len(axes) + 1]]
-        for axis in number:
-            make_unshardable(axis, "picked by its number")
-        walk.walk.axes[made] = (*number, *axes[1:])
+        picked = len(walk.graph.values[made].shape) - len(axes) + 1  # dimensions of the number
+        walk.give(made, dict(enumerate(axes[1:], picked)))
         return [walk.state(x)]
 
     def tied(self, mask: int) -> Hit | None:
         """The hit of whose entries a mask tells; None if it is no part of a mask of experts."""
         graph = self.walk.graph
-        while (at := graph.values[mask].op) >= 0:
-            op = graph.ops[at]
+        while (op := maker_of(graph, mask)) is not None:
             assert op.node is not None
-            if graph.values[mask].storage in self._written:
+            if self.walk.is_overwritten(mask):
                 return None
             name, source = name_of(op), op.inputs[0] if op.inputs else -1
             if name == "select" and op.node.args[1] == 0:

@@ -216,7 +216,7 @@ def _pad(walk: Context, x: Seen, amounts: Sequence[int], mode: Any = "constant",
 
 @rule("embedding")
 def _embedding(walk: Context, table: Seen, indices: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
-    walk.lookup(table.axes[0])
+    walk.contract(table.axes[0], lookup=True)
     return [(*indices.axes, table.axes[1])]
 
 

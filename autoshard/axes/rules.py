@@ -8,13 +8,13 @@ unknown means replicated, never wrong.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, fresh
+from autoshard.axes.axis import Axis, fresh, make_unshardable, unify
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 
@@ -36,27 +36,54 @@ class Seen:
     numbers: tuple[int, ...] | None = None
 
 
-class Context(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contraction:
+    """A sum (or mean) over an axis by an op; `addend`: the value that the op adds once to the sum, -1 if none."""
+
+    op: int
+    axis: Axis
+    mean: bool = False
+    addend: int = -1
+    lookup: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
     """What a rule may do with axes, and what it may ask about its op.
 
     `name`: of the op, without overload; `shapes`: of the tensors it makes; `why`: the op and its module, for messages.
+    `contractions`, `blocks` and `random_calls` note what was done: sums, (op, axis that it blocked), and (op that draws
+    a random mask, value that the mask is for).
     """
 
-    name: str
-    why: str
-    shapes: Sequence[tuple[int, ...]]
+    name: str = ""
+    why: str = ""
+    shapes: Sequence[tuple[int, ...]] = ()
+    contractions: list[Contraction] = field(default_factory=list)
+    blocks: list[tuple[int, Axis]] = field(default_factory=list)
+    random_calls: list[tuple[int, int]] = field(default_factory=list)
+    _op: int = -1
 
-    def unify(self, left: Axis, right: Axis) -> None: ...
+    def unify(self, left: Axis, right: Axis) -> None:
+        unify(left, right, self.why)
 
-    def block(self, axes: Iterable[Axis], what: str = "") -> None: ...
+    def block(self, axes: Iterable[Axis], what: str = "") -> None:
+        for axis in axes:
+            if axis:
+                self.blocks.append((self._op, axis))
+                make_unshardable(axis, f"{self.why}{': ' if what else ''}{what}")
 
-    def contract(self, axis: Axis, *, mean: bool = False, addend: Seen | None = None) -> None: ...
+    def contract(self, axis: Axis, *, mean: bool = False, addend: Seen | None = None, lookup: bool = False) -> None:
+        if axis:
+            value = addend.value if isinstance(addend, Seen) else -1
+            self.contractions.append(Contraction(op=self._op, axis=axis, mean=mean, addend=value, lookup=lookup))
 
-    def lookup(self, axis: Axis) -> None: ...
+    def note_random_call(self, x: Seen) -> None:
+        self.random_calls.append((self._op, x.value))
 
-    def note_random_call(self, x: Seen) -> None: ...
-
-    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None: ...
+    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
+        """The axes of an index that picks every slice of a factor of `axis` where it is; None if that is unknown."""
+        return None
 
 
 Rule = Callable[..., Sequence[Sequence[Axis | None]] | None]

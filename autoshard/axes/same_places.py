@@ -10,7 +10,7 @@ other dimensions. What is taken at these places alone is such a tensor.
 
 from dataclasses import dataclass
 
-from autoshard.axes.axis import fresh, make_unshardable
+from autoshard.axes.axis import fresh
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of
@@ -50,12 +50,6 @@ class SamePlaces:
             self._known[made] = found
         return None
 
-    def _is_same(self, value: int) -> bool:
-        longer = enumerate(self.walk.longer(value))
-        return self.walk.state(value) == "shared" and all(
-            self.walk.is_same_along(value, dim) for dim, more in longer if more
-        )
-
     def _joined(self, op: Op) -> Range | None:
         values = self.walk.graph.values
         dim = arguments_of(op)["dim"] % len(values[op.outputs[0]].shape)
@@ -64,7 +58,7 @@ class SamePlaces:
         begin = 0
         for value in op.inputs:
             end = begin + values[value].shape[dim]
-            if self._is_same(value):
+            if self.walk.is_the_same(value):
                 return Range(dim=dim, begin=begin, end=end)
             begin = end
         return None
@@ -77,7 +71,7 @@ class SamePlaces:
             return None
         made = self.walk.graph.values[op.outputs[0]].shape
         alike = all(self.walk.graph.values[value].shape == made for value in op.inputs if value in self._known)
-        return known.pop() if alike and all(map(self._is_same, rest)) else None
+        return known.pop() if alike and all(map(self.walk.is_the_same, rest)) else None
 
     def _taken(self, op: Op, name: str, known: Range) -> list[State] | None:
         values, given, made = self.walk.graph.values, arguments_of(op), op.outputs[0]
@@ -95,9 +89,6 @@ class SamePlaces:
             places = range(*slice(given["start"], given["end"], given["step"]).indices(shape[dim]))
         if self.walk.resized(op) or not places or not known.begin <= places[0] <= places[-1] < known.end:
             return None
-        axes = [fresh(size) for size in values[made].shape]
-        for axis, more in zip(axes, self.walk.longer(made), strict=True):
-            if not more:
-                make_unshardable(axis, "taken at places that are the same for all samples")
-        self.walk.walk.axes[made] = tuple(axes)
+        sizes, longer = values[made].shape, self.walk.longer(made)
+        self.walk.give(made, {dim: fresh(sizes[dim]) for dim, more in enumerate(longer) if more})
         return ["shared"]

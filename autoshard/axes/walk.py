@@ -1,13 +1,14 @@
 """The walk over the ops of one region: every tensor gets axes, and what is summed over or looked up is noted."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from autoshard.axes import mixing, products, reshaping, rules  # noqa: F401 - they register their rules
-from autoshard.axes.axis import Axis, Factor, factors_of, fresh, make_unshardable, resolve, size_of, unify
+from autoshard.axes.axis import Axis, Factor, factors_of, fresh, resolve, size_of, unify, whole
+from autoshard.axes.given import with_tensors
 from autoshard.axes.rules import RULES, Axes, Seen
 from autoshard.capture.graph import ModelGraph, Op, name_of
 
@@ -15,36 +16,17 @@ MOST_NUMBERS = 16
 """Longer lists of integers are not taken apart."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Contraction:
-    """A sum (or mean) over an axis by an op; `addend`: the value that the op adds once to the sum, -1 if none."""
-
-    op: int
-    axis: Axis
-    mean: bool = False
-    addend: int = -1
-    lookup: bool = False
-
-
 @dataclass(slots=True)
-class AxisWalk:
-    """The axes of the values of one region, and what its ops do along them. Implements `rules.Context`.
+class AxisWalk(rules.Context):
+    """The axes of the values of one region, and what its ops do along them.
 
-    `table`: the rules; `ops`: those that were walked; `blocks`: axes that an op blocked; `random_calls`:
-    ops that draw a random mask, and the value that it is for.
+    `table`: the rules; `ops`: those that were walked.
     """
 
     graph: ModelGraph
     table: Mapping[Any, rules.Rule] = field(default_factory=lambda: RULES)
     axes: dict[int, Axes] = field(default_factory=dict)
-    contractions: list[Contraction] = field(default_factory=list)
-    blocks: list[tuple[int, Axis]] = field(default_factory=list)
-    random_calls: list[tuple[int, int]] = field(default_factory=list)
     ops: set[int] = field(default_factory=set)
-    name: str = ""
-    why: str = ""
-    shapes: Sequence[tuple[int, ...]] = ()
-    _op: int = -1
     _values: dict[Factor, set[int]] | None = None  # what `values_with` returns, if it is known
 
     def of(self, value: int) -> Axes:
@@ -53,31 +35,6 @@ class AxisWalk:
             self.axes[value] = tuple(fresh(size) for size in self.graph.values[value].shape)
             self._values = None
         return self.axes[value]
-
-    def unify(self, left: Axis, right: Axis) -> None:
-        unify(left, right, self.why)
-
-    def block(self, axes: Iterable[Axis], what: str = "") -> None:
-        for axis in axes:
-            if axis:
-                self.blocks.append((self._op, axis))
-                make_unshardable(axis, f"{self.why}{': ' if what else ''}{what}")
-
-    def contract(self, axis: Axis, *, mean: bool = False, addend: Seen | None = None) -> None:
-        if axis:
-            value = addend.value if isinstance(addend, Seen) else -1
-            self.contractions.append(Contraction(op=self._op, axis=axis, mean=mean, addend=value))
-
-    def lookup(self, axis: Axis) -> None:
-        if axis:
-            self.contractions.append(Contraction(op=self._op, axis=axis, lookup=True))
-
-    def note_random_call(self, x: Seen) -> None:
-        self.random_calls.append((self._op, x.value))
-
-    def paired(self, axis: Axis, index: Seen) -> Sequence[Axis] | None:
-        """The axes of an index that picks every slice of a factor of `axis` where it is; None if that is unknown."""
-        return None
 
     def run(self, op: Op) -> None:
         """Apply the rule of one op."""
@@ -96,27 +53,17 @@ class AxisWalk:
 
     def _ruled(self, rule: rules.Rule, op: Op, seen: list[Seen]) -> Sequence[Sequence[Axis | None]] | None:
         """What the rule says; None if it was not written for these arguments."""
-        args, kwargs = self._arguments(op, seen)
+        rest = iter(seen)
+        args, kwargs = with_tensors(op, lambda node: _with_numbers(next(rest), node))
         try:
             return rule(self, *args, **kwargs)
         except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError):
             return None
 
-    def _arguments(self, op: Op, seen: list[Seen]) -> tuple[list[Any], dict[str, Any]]:
-        assert op.node is not None
-        rest = iter(seen)
-        args = [_replaced(item, rest) for item in op.node.args]
-        return args, {name: _replaced(item, rest) for name, item in op.node.kwargs.items()}
-
     def _give(self, value: int, axes: Sequence[Axis | None]) -> None:
         """Enter the axes of a result; one that was there before (written in place) must be the same."""
-        shape = self.graph.values[value].shape
-        made = []
-        for size, axis in zip(shape, axes, strict=True):
-            if axis is None:
-                axis = fresh(size)
-                make_unshardable(axis, self.why)
-            made.append(axis)
+        sizes = zip(self.graph.values[value].shape, axes, strict=True)
+        made = [whole(size, self.why) if axis is None else axis for size, axis in sizes]
         if value in self.axes:
             for old, new in zip(self.axes[value], made, strict=True):
                 unify(old, new, self.why)
@@ -170,15 +117,6 @@ def _fit(made: Sequence[Sequence[Axis | None]], shapes: Sequence[tuple[int, ...]
         and all(axis is None or size_of(axis) == size for axis, size in zip(axes, shape, strict=True))
         for axes, shape in zip(made, shapes, strict=False)
     )
-
-
-def _replaced(item: Any, seen: Iterator[Seen]) -> Any:
-    """An argument of an FX node with the tensors as the walk sees them."""
-    if isinstance(item, torch.fx.Node):
-        return _with_numbers(next(seen), item)
-    if isinstance(item, (list, tuple)):
-        return [_with_numbers(next(seen), part) if isinstance(part, torch.fx.Node) else part for part in item]
-    return item
 
 
 def _with_numbers(seen: Seen, node: torch.fx.Node) -> Seen:

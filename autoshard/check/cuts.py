@@ -17,7 +17,6 @@ from autoshard.axes.batch_walk import SIZED_BY_VALUES
 from autoshard.axes.given import is_where_alone
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
-from autoshard.axes.unchecked import as_cut
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.capture.run import MODULE_PATH, own_random_numbers
@@ -114,7 +113,7 @@ class CutChecks:
     def _with_sizes(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
         """Search the integers in the first block; a block's own code may stumble over a rank's sizes in any way."""
         path = group.blocks[0]
-        cut = as_cut(group, shares)
+        cut = group.as_cut(shares)
         training = all(part.training for part in self._model.get_submodule(path).modules())
         try:
             with own_random_numbers():

@@ -19,6 +19,7 @@ import numpy
 import torch
 
 from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size
+from autoshard.axes.given import named, with_tensors
 from autoshard.axes.groups import AxisGroup
 from autoshard.axes.regions import scaled_ops
 from autoshard.axes.walk import AxisWalk, where
@@ -230,7 +231,7 @@ class _Beside:
         here = self._local.calls[op.call].path
         if here != self._whole.calls[other.call].path:
             raise Differs(other.index, f"{where(self._whole, other)} runs in {here or 'the model itself'} on a rank")
-        given, mine = dict(_arguments(other)), dict(_arguments(op))
+        given, mine = _arguments(other), _arguments(op)
         for name in given | mine:
             self._compare_tensors(required, other, given.get(name), mine.get(name))
         for name in given | mine:
@@ -364,30 +365,18 @@ class _Tensors:
     rest: tuple[Any, ...] = ()
 
 
-def _arguments(op: Op) -> Iterator[tuple[str, Any]]:
-    """(name, what was given) of all arguments of an op, those that have their usual value included."""
-    assert op.node is not None
+def _arguments(op: Op) -> dict[str, Any]:
+    """What was given as each argument of an op, those that have their usual value included."""
     values = iter(op.inputs)
-    schema = getattr(op.target, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else []
-    given = {
-        (names[place] if place < len(names) else str(place)): _read(item, values)
-        for place, item in enumerate(op.node.args)
-    }
-    given.update({name: _read(item, values) for name, item in op.node.kwargs.items()})
-    for argument in schema.arguments if schema is not None else ():
-        if argument.name not in given:
-            given[argument.name] = argument.default_value
-    yield from given.items()
+    args, kwargs = with_tensors(op, lambda node: _Tensors((next(values),)))
+    return {name: _together(item) for name, item in named(op.target, args, kwargs).items()}
 
 
-def _read(item: Any, values: Iterator[int]) -> Any:
-    if isinstance(item, torch.fx.Node):
-        return _Tensors((next(values),))
-    if isinstance(item, (list, tuple)) and any(isinstance(part, torch.fx.Node) for part in item):
-        rest = tuple("a tensor" if isinstance(part, torch.fx.Node) else part for part in item)
-        return _Tensors(tuple(next(values) for part in item if isinstance(part, torch.fx.Node)), rest)
-    return item
+def _together(item: Any) -> Any:
+    """The tensors of a list as one, with what else is in it."""
+    parts = item if isinstance(item, (list, tuple)) else ()
+    found = tuple(value for part in parts if isinstance(part, _Tensors) for value in part.values)
+    return _Tensors(found, tuple("a tensor" if isinstance(one, _Tensors) else one for one in parts)) if found else item
 
 
 def _places(arguments: Mapping[str, Any], size: int) -> slice:
@@ -403,7 +392,7 @@ def _places(arguments: Mapping[str, Any], size: int) -> slice:
 
 
 def _contents(graph: ModelGraph) -> dict[int, torch.Tensor]:
-    """The content of constants, by value."""
+    """The content of constants, and of tensors in objects that the model was given, by value."""
     return {node.meta["value"]: node.meta["content"] for node in graph.fx_graph.nodes if "content" in node.meta}
 
 

@@ -292,7 +292,7 @@ class SampleRun:
             if self.walk.sound.hits.tells(value):
                 continue
             asked = asked_of_all(self.graph, value)
-            if asked is not None and self._is_the_same(asked[0]):
+            if asked is not None and self.walk.is_the_same(asked[0]):
                 continue
             if asked is None or len(read_values(guard)) > 1 or not self._is_of_rows(asked[0]):
                 what = "reads values of several rows as numbers, which may decide anything"
@@ -334,13 +334,6 @@ class SampleRun:
 
     def _is_of_rows(self, value: int) -> bool:
         return self.walk.state(value) != "mixed" and self.walk.sound.entries.made_by(value) < 0
-
-    def _is_the_same(self, value: int) -> bool:
-        """Whether a tensor holds the same for all rows, and for any number of them."""
-        longer = enumerate(self.walk.longer(value))
-        return self.walk.state(value) == "shared" and all(
-            self.walk.is_same_along(value, dim) for dim, more in longer if more
-        )
 
     def _mixed(self, value: int, what: str) -> Mixed:
         cause = self.walk.cause.get(value, -1)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.axes.axis import Factor, covers, fresh, make_unshardable, size_of
+from autoshard.axes.axis import Factor, covers, size_of, whole
 from autoshard.axes.batch_rules import axis_of
 from autoshard.axes.rules import Axes
 from autoshard.capture.graph import ModelGraph
@@ -109,9 +109,7 @@ def starts(paths: Sequence[str], graph: ModelGraph, batch: BatchAxis, factor: Fa
     for place, value in enumerate(graph.inputs):
         shape = graph.values[value].shape
         item = items.get(paths[place])
-        axes = [fresh(size) for size in shape]
-        for axis in axes:
-            make_unshardable(axis, "it is an input")
+        axes = [whole(size, "it is an input") for size in shape]
         if item is not None:
             axis = axis_of(with_rows(item.axis, factor.size), factor)
             if not covers(axis, factor) or size_of(axis) != shape[item.dim]:

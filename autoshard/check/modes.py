@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
+from autoshard.axes.given import with_tensors
 from autoshard.capture.capture import Call, capture
-from autoshard.capture.graph import ModelGraph, Op, name_of
+from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
 
@@ -63,14 +63,8 @@ def _done(graph: ModelGraph) -> _Done:
     for op in graph.ops:
         name = name_of(op)
         if name != "contiguous":  # what drops lays out its result in another way
-            found[keys[op.call]].append((name, "" if name in _DROPPING else _numbers(op)))
+            found[keys[op.call]].append((name, "" if name in _DROPPING else repr(with_tensors(op, lambda node: None))))
     return found
-
-
-def _numbers(op: Op) -> str:
-    """The arguments that are no tensors."""
-    assert op.node is not None
-    return repr(torch.fx.map_arg((op.node.args, op.node.kwargs), lambda node: None))
 
 
 @contextmanager

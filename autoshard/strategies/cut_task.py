@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.axes.groups import AxisGroup
-from autoshard.axes.unchecked import as_cut
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
 from autoshard.common.module_paths import join
@@ -92,7 +91,7 @@ class CutTask:
 
     def priced(self, devices: tuple[Device, ...], groups: Sequence[AxisGroup]) -> Choice:
         """These groups cut over these devices, unchecked."""
-        cuts = tuple(as_cut(group, even_shares(group.size, len(devices))) for group in groups)
+        cuts = tuple(group.as_cut(even_shares(group.size, len(devices))) for group in groups)
         return Choice(devices=devices, groups=tuple(groups), estimate=self.price(self.draft(devices, cuts)))
 
     def with_cuts(self, choice: Choice, cuts: tuple[Cut, ...]) -> Choice:

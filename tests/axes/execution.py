@@ -8,8 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.axes.axis import Axis, Factor, covers, describe, factors_of, times
-from autoshard.axes.rules import RULES
-from autoshard.axes.walk import AxisWalk, Contraction
+from autoshard.axes.rules import RULES, Contraction
+from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import Op
 from autoshard.capture.traits import tensors_of
 from autoshard.plan.sharding import even_shares, kept

@@ -10,7 +10,6 @@ from torch import nn
 
 import autoshard
 from autoshard.axes.groups import find_groups
-from autoshard.axes.unchecked import unchecked
 from autoshard.capture.capture import capture
 from autoshard.cluster.cluster import plan_device
 from autoshard.cluster.device import Device
@@ -115,10 +114,14 @@ def least_of_all(profile, found, cluster):
             able = [group for group in usual if group.size >= count]
             for chosen in sets_of(able, conflicts):
                 if bool(chosen) == (count > 1):
-                    cuts = unchecked(chosen, [even_shares(group.size, count) for group in chosen])
+                    cuts = [group.as_cut(even_shares(group.size, count)) for group in chosen]
                     figures = estimate_cuts(plan_of(profile, devices, cuts), profile, cluster, tracer=tracer)
                     least = min(least, figures.latency_seconds if figures.fits else least)
     return least
+
+
+def unchecked(groups, shares):
+    return [group.as_cut(share) for group, share in zip(groups, shares, strict=True)]
 
 
 def gap(seed):
