@@ -30,10 +30,6 @@ SHAPED_LIKE = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
 """Ops that ask nothing of a second tensor but its shape or its type."""
 
 
-def _same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
-    return [x.axes] * len(walk.shapes)
-
-
 def _filled(walk: Context, *args: Any, **kwargs: Any) -> Any:
     """One number, or numbers that are drawn in the same way for each place: not around those of a tensor."""
     return None if walk.name == "normal" and args and isinstance(args[0], Seen) else constant(walk)
@@ -79,8 +75,8 @@ def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: i
 
 TABLE: Mapping[Any, Rule] = {
     **RULES,
-    **{getattr(aten, name): _same for name in SAME},
-    **{getattr(aten, name): _same if name.endswith("_") else _filled for name in FILLED},
+    **{getattr(aten, name): rules.same for name in SAME},
+    **{getattr(aten, name): rules.same if name.endswith("_") else _filled for name in FILLED},
     **{getattr(aten, name): _index_put for name in ("index_put", "index_put_", "_index_put_impl_")},
     **{getattr(aten, name): _loss for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")},
     aten.scaled_dot_product_attention: _attention,

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autoshard.axes.axis import Factor, describe, factors_of
-from autoshard.axes.regions import OUTSIDE, Region
+from autoshard.axes.regions import OUTSIDE, Region, tensor_names
 from autoshard.axes.rules import Contraction
 from autoshard.axes.walk import AxisWalk, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
@@ -41,9 +41,7 @@ class Lookup:
         for op in graph.ops:
             for value in dict.fromkeys(op.inputs):
                 self.readers.setdefault(value, []).append(op.index)
-        self.tensors: dict[int, list[str]] = {}
-        for tensor in graph.tensors:
-            self.tensors.setdefault(tensor.value, []).append(tensor.name)
+        self.tensors = tensor_names(graph)
         self.sites = sorted(graph.sites, key=lambda site: site.begin)
         self.begins = [site.begin for site in self.sites]
         self.differentiable = differentiable(graph)

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from autoshard.axes.axis import Axis, fresh
-from autoshard.axes.rules import RULES, Axes, Context, Rule, Seen, aten, broadcast, rule
+from autoshard.axes.axis import fresh
+from autoshard.axes.products import conv, conv_transpose
+from autoshard.axes.rules import Axes, Context, Rule, Seen, broadcast, rule
 
 DECOMPOSED: dict[Any, Rule] = {}
 _rule = partial(rule, table=DECOMPOSED)
@@ -24,6 +25,15 @@ def _filled(walk: Context, made: Sequence[Axes]) -> list[Axes]:
     return found
 
 
+def _like(*places: int) -> Rule:
+    """The rule for ops whose first results have the axes of their arguments at these places."""
+
+    def made(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
+        return _filled(walk, [args[place].axes for place in places])
+
+    return made
+
+
 @_rule(
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -35,26 +45,17 @@ def _attention(walk: Context, q: Seen, k: Seen, v: Seen, *args: Any, **kwargs: A
     return _filled(walk, [(*rows, v.axes[-1]), rows])
 
 
-@_rule(
+_rule(
     "_scaled_dot_product_flash_attention_for_cpu_backward", "_scaled_dot_product_flash_attention_backward",
     "_scaled_dot_product_efficient_attention_backward", "_scaled_dot_product_cudnn_attention_backward",
-)  # fmt: skip
-def _attention_backward(walk: Context, gradient: Seen, q: Seen, k: Seen, v: Seen, *args: Any, **kw: Any) -> list[Axes]:
-    return _filled(walk, [q.axes, k.axes, v.axes])
+)(_like(1, 2, 3))  # fmt: skip
+_rule("native_layer_norm", "_fused_rms_norm", "native_layer_norm_backward", "_fused_rms_norm_backward")(_like(0))
 
 
 @_rule("convolution", "_convolution")
-def _convolution(
-    walk: Context, x: Seen, weight: Seen, bias: Seen | None, stride: Any, padding: Any, dilation: Any,
-    transposed: bool, output_padding: Any, groups: int, *args: Any,
-) -> list[Sequence[Axis | None]]:  # fmt: skip
-    spatial = len(weight.shape) - 2
-    if transposed:
-        rule = RULES[getattr(aten, f"conv_transpose{spatial}d")]
-        made = rule(walk, x, weight, bias, stride, padding, output_padding, groups)
-    else:
-        made = RULES[getattr(aten, f"conv{spatial}d")](walk, x, weight, bias, stride, padding, dilation, groups)
-    return list(made or [])
+def _convolution(walk: Context, x: Seen, weight: Seen, bias: Seen | None, *args: Any) -> Any:
+    """Of the arguments behind the bias, number 3 is whether it is transposed, and number 5 how many groups it has."""
+    return conv_transpose(walk, x, weight, bias, groups=args[5]) if args[3] else conv(walk, x, weight, bias)
 
 
 @_rule("convolution_backward")
@@ -73,16 +74,6 @@ def _channel_norm(walk: Context, x: Seen, *parameters: Any) -> list[Axes]:
 @_rule("native_batch_norm_backward", "native_group_norm_backward")
 def _channel_norm_backward(walk: Context, gradient: Seen, x: Seen, *args: Any) -> list[Axes]:
     return _filled(walk, [x.axes, x.axes[1:2], x.axes[1:2]])
-
-
-@_rule("native_layer_norm", "_fused_rms_norm")
-def _layer_norm(walk: Context, x: Seen, shape: Any, *parameters: Any) -> list[Axes]:
-    return _filled(walk, [x.axes])
-
-
-@_rule("native_layer_norm_backward", "_fused_rms_norm_backward")
-def _layer_norm_backward(walk: Context, gradient: Seen, x: Seen, *args: Any) -> list[Axes]:
-    return _filled(walk, [x.axes])
 
 
 @_rule("_softmax_backward_data", "_log_softmax_backward_data", "native_dropout_backward")

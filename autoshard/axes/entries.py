@@ -29,7 +29,7 @@ import torch
 from autoshard.axes.axis import Axis, Factor, covers, factors_of, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import bound_of_filled
-from autoshard.axes.given import arguments_of, is_where_alone, plain
+from autoshard.axes.given import arguments_of, is_where_alone, plain, reads_bits
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, maker_of, name_of
@@ -414,9 +414,7 @@ def _first_index(op: Op) -> bool:
 
 def _copies(op: Op) -> bool:
     """Whether an op hands on the same numbers in the same order; bits that are read as another type are others."""
-    assert op.node is not None
-    bits = name_of(op) == "view" and any(isinstance(item, torch.dtype) for item in op.node.args)
-    return name_of(op) in COPIES and len(op.inputs) == 1 and not bits
+    return name_of(op) in COPIES and len(op.inputs) == 1 and not reads_bits(op)
 
 
 def _descends(op: Op) -> bool:

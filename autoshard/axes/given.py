@@ -91,6 +91,11 @@ def is_where_alone(op: Op) -> bool:
     return name_of(op) == "where" and op.node is not None and len(op.node.args) + len(op.node.kwargs) == 1
 
 
+def reads_bits(op: Op) -> bool:
+    """Whether an op is a view of the same bits as numbers of another type."""
+    return name_of(op) == "view" and op.node is not None and any(isinstance(a, torch.dtype) for a in op.node.args)
+
+
 def origin(graph: ModelGraph, value: int, *through: str) -> int:
     """The value that a value is made of by ops of these names alone, each of one tensor."""
     while (op := maker_of(graph, value)) is not None and name_of(op) in through and len(op.inputs) == 1:

@@ -162,7 +162,9 @@ def _touching(graph: ModelGraph, groups: list[AxisGroup]) -> dict[str, frozenset
         block = element_of(path, of_block)
         first = of_block[block][0].blocks[0] if block in of_block else block
         places[path] = block, join(first, relative(path, block))
-    calls = _calls_at(graph, {place for _, place in places.values()})
+    calls: dict[str, list[Call]] = {}
+    for call in graph.calls:
+        calls.setdefault(call.path, []).append(call)
     found: dict[str, frozenset[int]] = {}
     for block, place in places.values():
         if place not in found:
@@ -175,14 +177,6 @@ def _touching(graph: ModelGraph, groups: list[AxisGroup]) -> dict[str, frozenset
                 and any(group.walk.cut_dims(value, group.factor) for value in values)
             )
     return {path: found[place] for path, (_, place) in places.items()}
-
-
-def _calls_at(graph: ModelGraph, paths: set[str]) -> dict[str, list[Call]]:
-    found: dict[str, list[Call]] = {}
-    for call in graph.calls:
-        if call.path in paths:
-            found.setdefault(call.path, []).append(call)
-    return found
 
 
 def _touched(graph: ModelGraph, call: Call) -> Iterator[int]:

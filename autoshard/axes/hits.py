@@ -20,7 +20,7 @@ import torch
 from autoshard.axes.axis import times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import COPIES
-from autoshard.axes.given import written_storages
+from autoshard.axes.given import reads_bits, written_storages
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
 
@@ -141,9 +141,8 @@ def numbers_found(graph: ModelGraph, op: int) -> list[int]:
 def _is_one(graph: ModelGraph, op: Op) -> bool:
     """Whether what an op makes is still the one number that it is given."""
     alone = all(torch.Size(graph.values[value].shape).numel() == 1 for value in (op.inputs[0], op.outputs[0]))
-    kept = name_of(op) in COPIES | MOVES
-    bits = op.node is not None and name_of(op) == "view" and any(isinstance(a, torch.dtype) for a in op.node.args)
-    return alone and kept and not bits and not graph.values[op.outputs[0]].dtype.is_floating_point
+    kept = name_of(op) in COPIES | MOVES and not reads_bits(op)
+    return alone and kept and not graph.values[op.outputs[0]].dtype.is_floating_point
 
 
 def hit_mask(graph: ModelGraph, value: int, written: set[int]) -> int | None:
@@ -173,19 +172,12 @@ def _is_never_negative(graph: ModelGraph, value: int, written: set[int]) -> bool
     if graph.values[value].dtype is torch.bool:
         return True
     op = maker_of(graph, value)
-    if op is None:
+    if op is None or op.node is None:
         return False
     name = name_of(op)
     if name == "one_hot":
         return True
-    if name in ("to", "_to_copy", "mul") or name in MOVES or name in RESHAPES:
-        return all(_is_never_negative(graph, one, written) for one in op.inputs) and _has_only_tensors(op, name)
-    return False
-
-
-def _has_only_tensors(op: Op, name: str) -> bool:
-    """Whether a product is of tensors only, and a view no other reading of the same bits."""
-    assert op.node is not None
-    if name == "mul":
-        return all(isinstance(item, torch.fx.Node) for item in op.node.args)
-    return name in ("to", "_to_copy") or not any(isinstance(item, torch.dtype) for item in op.node.args)
+    if name == "mul" and not all(isinstance(item, torch.fx.Node) for item in op.node.args):
+        return False
+    passes = name in {"to", "_to_copy", "mul"} | MOVES | RESHAPES and not reads_bits(op)
+    return passes and all(_is_never_negative(graph, one, written) for one in op.inputs)

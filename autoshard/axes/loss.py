@@ -9,7 +9,7 @@ alone, and works on each of them by itself or moves them: so the code there may 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -25,14 +25,6 @@ from autoshard.plan.sharding import Action, Cut
 FUNCTION = "cross_entropy"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutLoss:
-    """The logits of a head: `call` of the head, and the losses (ops) that read them."""
-
-    call: Call
-    losses: tuple[int, ...]
-
-
 def spread_logits(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
     """Return the cuts with logits left in parts between heads and losses, or as they are where nothing allows it.
 
@@ -42,13 +34,16 @@ def spread_logits(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> 
     made: list[Cut] = []
     for cut in cuts:
         group = group_of(found, cut)
-        loss = cut_loss(lookup, group) if group is not None and cut.size % cut.degree == 0 else None
-        made += [cut] if group is None or loss is None else _spread(lookup, group, cut, loss)
+        found_loss = cut_loss(lookup, group) if group is not None and cut.size % cut.degree == 0 else None
+        made += [cut] if found_loss is None else _spread(lookup, cut, *found_loss)
     return tuple(made)
 
 
-def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
-    """The logits that a group cuts along their classes and puts together behind a module, if only losses read them."""
+def cut_loss(lookup: Lookup, group: AxisGroup) -> tuple[Call, tuple[int, ...]] | None:
+    """The call of a head whose logits a group cuts along their classes and puts together, and the losses (ops).
+
+    None where anything but losses reads the logits.
+    """
     graph = lookup.graph
     gathers = [action for action in group.actions if action.kind == "gather"]
     if len(gathers) != 1 or len(group.blocks) != 1 or gathers[0].function or gathers[0].axis != f"*{group.size}":
@@ -70,7 +65,7 @@ def cut_loss(lookup: Lookup, group: AxisGroup) -> CutLoss | None:
         shape = graph.values[op.inputs[0]].shape
         if walk.of(op.inputs[0])[min(1, len(shape) - 1)] != (factor,) or not is_plain(graph, op):
             return None
-    return CutLoss(call=calls[0], losses=tuple(op.index for op in losses))
+    return calls[0], tuple(op.index for op in losses)
 
 
 def read_until_losses(lookup: Lookup, logits: int) -> tuple[list[Op], list[Op]]:
@@ -103,20 +98,20 @@ def is_plain(graph: ModelGraph, op: Op) -> bool:
     return len(op.inputs) == 2 and graph.values[op.inputs[1]].dtype == torch.int64
 
 
-def _spread(lookup: Lookup, group: AxisGroup, cut: Cut, loss: CutLoss) -> tuple[Cut, ...]:
+def _spread(lookup: Lookup, cut: Cut, head: Call, losses: Sequence[int]) -> tuple[Cut, ...]:
     """The cut with logits left in parts, and the cut of the losses, in the module that calls the head and all of them.
 
     The cut alone where there is no such module.
     """
-    action = loss_action(lookup, loss.losses, f"*{group.size}")
-    if action is None or action.module not in above(loss.call.path):
+    action = loss_action(lookup, losses, f"*{cut.size}")
+    if action is None or action.module not in above(head.path):
         return (cut,)
     spread = [replace(one, kind="spread") if one.kind == "gather" else one for one in cut.actions]
-    losses = replace(
+    of_losses = replace(
         cut, blocks=(action.module,), shards=(), actions=(replace(action, module=""),), scales=(), summed=(),
         training=True, title="losses of cut logits",
     )  # fmt: skip
-    return replace(cut, actions=tuple(spread)), losses
+    return replace(cut, actions=tuple(spread)), of_losses
 
 
 def loss_action(lookup: Lookup, losses: Sequence[int], axis: str) -> Action | None:

@@ -163,7 +163,7 @@ def _attention(
 
 
 @rule("conv1d", "conv2d", "conv3d")
-def _conv(
+def conv(
     walk: Context, x: Seen, weight: Seen, bias: Seen | None = None, *args: Any, **kwargs: Any
 ) -> list[Sequence[Axis | None]]:
     """Input channels are groups x channels of a group, of which weight[1] are summed."""
@@ -172,7 +172,7 @@ def _conv(
 
 
 @rule("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _conv_transpose(
+def conv_transpose(
     walk: Context, x: Seen, weight: Seen, bias: Seen | None = None, stride: Any = 1, padding: Any = 0,
     output_padding: Any = 0, groups: int = 1, *args: Any, **kwargs: Any,
 ) -> list[Sequence[Axis | None]]:  # fmt: skip

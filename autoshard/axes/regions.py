@@ -64,9 +64,7 @@ def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[in
     """
     place = {path: index for index, region in enumerate(regions) for path in region.paths}
     owner = _owners(graph, set(place) - {OUTSIDE})
-    names: dict[int, list[str]] = {}
-    for tensor in graph.tensors:
-        names.setdefault(tensor.value, []).append(tensor.name)
+    names = tensor_names(graph)
     readers: dict[int, set[str]] = {}
     scaled = scaled_ops(graph)
     for op in graph.ops:
@@ -82,6 +80,14 @@ def shared_tensors(graph: ModelGraph, regions: Sequence[Region]) -> frozenset[in
         return len(isomorphic) > 1
 
     return frozenset(value for value, paths in readers.items() if len(paths) > 1 and is_shared(value, paths))
+
+
+def tensor_names(graph: ModelGraph) -> dict[int, list[str]]:
+    """By value, the names of the parameter or buffer that it is."""
+    found: dict[int, list[str]] = {}
+    for tensor in graph.tensors:
+        found.setdefault(tensor.value, []).append(tensor.name)
+    return found
 
 
 def scaled_ops(graph: ModelGraph) -> set[int]:
@@ -137,9 +143,7 @@ def _isomorphic(
         if not op.backward and op.index not in apart:
             ops.setdefault(owner[op.call], []).append(op.index)
     first = _first_calls(graph)
-    names: dict[int, list[str]] = {}
-    for tensor in graph.tensors:
-        names.setdefault(tensor.value, []).append(tensor.name)
+    names = tensor_names(graph)
     isomorphic: dict[object, list[str]] = {}
     places = _places(graph, owner)
     for path, indices in ops.items():

@@ -223,7 +223,7 @@ def _prelu(walk: Context, x: Seen, weight: Seen) -> list[Axes]:
     "pin_memory", "positive", "type_as",
 )  # fmt: skip
 def same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
-    return [x.axes]
+    return [x.axes] * len(walk.shapes)
 
 
 @rule("dropout", "dropout_", "feature_dropout", "feature_dropout_")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.given import arguments_of, computed, literals, origin, plain
+from autoshard.axes.given import arguments_of, computed, literals, origin, plain, reads_bits
 from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.call_log import Ref, ValueGuard
@@ -176,7 +176,7 @@ class Numbering:
     ) -> None:
         before = dict(zip(op.inputs, given, strict=True))
         if op.mutates:
-            write = (_named(op), tuple(given), _arguments(op))
+            write = (str(op.target), tuple(given), _arguments(op))
             storages = {graph.values[value].storage for value in op.mutates}
             for value in [value for value in made if graph.values[value].storage in storages]:
                 made[value] = self._number(("written", write, made[value]))
@@ -196,7 +196,7 @@ class Numbering:
                 made[value] = simple
                 self._structure[graph, value] = self._keys[simple]
                 continue
-            key: Any = simple if simple is not None else (_named(op), tuple(given), _arguments(op))
+            key: Any = simple if simple is not None else (str(op.target), tuple(given), _arguments(op))
             if _is_random(op):
                 key = (key, "drawn", is_random)
             made[value] = self._known((key, place), graph, value, facts)
@@ -230,7 +230,7 @@ class Numbering:
                 return None
             return self._attended(graph, op, given[:3], causal=not none and rows > 1)
         if name == "scaled_dot_product_attention" and len(given) == 4 and tables[3] is None:
-            return _named(op), (*given[:3], self._narrow(given[3])), _arguments(op)
+            return str(op.target), (*given[:3], self._narrow(given[3])), _arguments(op)
         if name == "scaled_dot_product_attention" and len(given) == 3:
             return self._attended(graph, op, given, causal=_attention(op)["is_causal"])
         if name in ("reshape", "view", "_unsafe_view", "flatten"):
@@ -259,11 +259,11 @@ class Numbering:
                     return self._as_wide(graph, op, given, 1 if at == 1 else -1)
         if name in ("to", "_to_copy", "clone", "contiguous", "detach", "alias", "expand") and like[0]:
             return given[0]
-        dtypes = [graph.values[value].dtype for value in (*op.inputs, *op.outputs)]
-        if len(given) == 1 and dtypes[1] is torch.bool and dtypes[0] is not torch.bool and like_shape(graph, op):
-            zero = (
-                op.node.args[1] == 0 if len(op.node.args) > 1 and isinstance(op.node.args[1], (int, float)) else False
-            )
+        seen = [graph.values[value] for value in (*op.inputs, *op.outputs)]
+        asks = len(given) == 1 and seen[1].dtype is torch.bool and seen[0].dtype is not torch.bool
+        if asks and seen[0].shape == seen[1].shape:
+            number = op.node.args[1] if len(op.node.args) > 1 else None
+            zero = isinstance(number, (int, float)) and number == 0
             if name in ("to", "_to_copy") or (name == "ne" and zero):
                 return "nonzero", given[0]
             if name == "logical_not" or (name == "eq" and zero):
@@ -298,10 +298,7 @@ class Numbering:
 
     def _viewed(self, graph: ModelGraph, op: Op, given: int) -> Any:
         """The same elements in another shape, however often it was changed; in their first one they are themselves."""
-        assert op.node is not None
-        if not self._by_shape or any(
-            isinstance(item, torch.dtype) for item in op.node.args[1:]
-        ):  # bits as another type
+        if not self._by_shape or reads_bits(op):
             return None
         before: Any = self._keys[given][0]
         known = isinstance(before, tuple) and before[0] == "viewed"
@@ -345,19 +342,10 @@ def _is_call(key: Any, name: str) -> bool:
     return isinstance(key, tuple) and len(key) == 3 and key[0] == name and len(key[1]) == 1
 
 
-def like_shape(graph: ModelGraph, op: Op) -> bool:
-    """Whether an op makes a tensor of the shape that it is given."""
-    return graph.values[op.inputs[0]].shape == graph.values[op.outputs[0]].shape
-
-
 def _attention(op: Op) -> dict[str, Any]:
     """The arguments of an attention that are no tensors."""
     given = arguments_of(op)
     return {name: given[name] for name in ("dropout_p", "is_causal", "scale", "enable_gqa")}
-
-
-def _named(op: Op) -> str:
-    return str(op.target)
 
 
 def _arguments(op: Op) -> tuple[str, ...]:

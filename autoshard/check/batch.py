@@ -47,15 +47,13 @@ def find_batch_axis(
     with own_random_numbers():
         question = _question(model, inputs, workload, graph)
         for changed in changed_inputs(question.graph):
-            raise PlanError(
-                f"the batch of {type(model).__name__} can't be divided: {changed}, which a part of the batch does to "
-                "its own. Let forward work on a clone of it."
-            )
+            what = "which a part of the batch does to its own. Let forward work on a clone of it."
+            raise _refusal(model, f"{changed}, {what}")
         if not assume_independent_rows and (changed := changed_parameters(question.graph)):
-            raise PlanError(
-                f"the batch of {type(model).__name__} can't be divided: {changed}, and each part of the batch would do "
-                "so again. Write it after the step, or make it a buffer; call the model before, if only its first call "
-                "writes."
+            raise _refusal(
+                model,
+                f"{changed}, and each part of the batch would do so again. Write it after the step, or make it a "
+                "buffer; call the model before, if only its first call writes.",
             )
         refused, packed, tried = "", "", -1
         for batch in _guesses(question):
@@ -71,7 +69,7 @@ def find_batch_axis(
                 packed = packed or _packed(question, batch)
     refused = f"{refused or 'no input has a dimension for it'}{packed}".rstrip(".")
     advice = "" if INDEPENDENT in refused else f" {WHOLE}"
-    raise PlanError(f"the batch of {type(model).__name__} can't be divided: {refused}.{advice}")
+    raise _refusal(model, f"{refused}.{advice}")
 
 
 def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: AxisWalk, dim: int = 0) -> None:
@@ -88,8 +86,12 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Ax
                 check_apart(question, batch)
                 return
             except (Mixed, NotRun) as error:
-                raise PlanError(f"the batch of {type(model).__name__} can't be divided: {error}.") from None
-    raise PlanError(f"the batch of {type(model).__name__} can't be divided: no input has a dimension for it.")
+                raise _refusal(model, f"{error}.") from None
+    raise _refusal(model, "no input has a dimension for it.")
+
+
+def _refusal(model: nn.Module, why: str) -> PlanError:
+    return PlanError(f"the batch of {type(model).__name__} can't be divided: {why}")
 
 
 def _question(

@@ -66,10 +66,6 @@ class CutChecks:
                 found[place] = Refusal(reason=reason)
         return found
 
-    def check(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:
-        """Find what is smaller on a rank if one group is cut in these shares, or say why it can't be."""
-        return self([group], [shares])[0]
-
     # ---- one cut
 
     def _cut(self, group: AxisGroup, shares: tuple[int, ...]) -> Cut | Refusal:

@@ -84,7 +84,7 @@ class SampleRun:
     Attributes:
         absent: numbers that stand nowhere in an input, but where `padded` says so.
         limits: of both runs, the guards that compare a number with a limit.
-        switches: values of which Python asked whether all elements are true, or false, and the answer.
+        switches: values of which Python asked whether all elements are true, or false: (the answer, which of the two).
     """
 
     def __init__(self, question: Question, batch: BatchAxis, padded: Padded, absent: Sequence[tuple[str, int]]) -> None:
@@ -109,7 +109,7 @@ class SampleRun:
         self.walk = BatchWalk(
             self.graph, self.other, begin, factor, (ROWS, rows), FOR_REPLICAS if question.for_replicas else TABLE
         )
-        self.switches: dict[int, bool] = {}
+        self.switches: dict[int, tuple[bool, bool]] = {}
         self.guards: set[Guard] = set()
         self._follow()
         for guard in sorted(self.guards, key=lambda guard: guard.place):
@@ -298,7 +298,7 @@ class SampleRun:
                 what = "reads values of several rows as numbers, which may decide anything"
                 raise self.refuse(maker_of(self.graph, origin(self.graph, value, *COPIES)), what)
             tensor, truth = asked
-            self.switches[tensor] = bool(guard.result) == truth  # all are true, or none is
+            self.switches[tensor] = bool(guard.result) == truth, truth  # all are true, or none is
 
     def _is_guarded(self, guard: ValueGuard, value: int) -> bool:
         """Whether what is asked of each element only decides whether an error is raised."""
@@ -391,8 +391,8 @@ def _check_switches(runs: Mapping[Padded, SampleRun], choices: Sequence[tuple[st
     for padded, run in runs.items():
         numbers = numbering.of(run.graph, {})
         facts[padded] = {}
-        for value, answer in run.switches.items():
-            found = numbering.fact_of(run.graph, value, numbers, _truth(run, value))
+        for value, (answer, truth) in run.switches.items():
+            found = numbering.fact_of(run.graph, value, numbers, truth)
             asked = found[-1][0] if found else value
             answers.setdefault(asked, {})[padded] = answer
             if any(type(said) is int for _, said in found):
@@ -431,13 +431,3 @@ def _all_were_seen(
     together = {tuple(seen.get(padded) for seen in answers.values()) for padded in runs}
     known = len(together) == 3 and (False, False) in together and not any(None in seen for seen in together)
     return len(choices) == 1 and len(answers) == 2 and bool(pinned) and known
-
-
-def _truth(run: SampleRun, tensor: int) -> bool:
-    """What all elements of the tensor of a switch are if it is answered so."""
-    for guard in run.call_log.value_guards:
-        for value in read_values(guard):
-            asked = asked_of_all(run.graph, value)
-            if asked is not None and asked[0] == tensor:
-                return asked[1]
-    return True

@@ -10,7 +10,7 @@ function that stumbles. What is found here decides nothing: `follow` does.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -282,19 +282,20 @@ def find_sizes(
     `block`: on meta; `given`: the arguments of one call of it, with specs in place of tensors. `invent`: values that
     decide what the block does were invented when it was recorded, and are again.
     """
-
-    def run(sizes: Sizes) -> Outcome:
-        return _run(block, given, with_sizes(cut, sizes), sites, factor, invent)
-
-    return _Search(block, sites, factor, run).find(known)
+    return _Search(block, given, cut, sites, factor, invent).find(known)
 
 
 @dataclass(frozen=True, slots=True)
 class _Search:
     block: nn.Module
+    given: Arguments
+    cut: Cut
     sites: Mapping[Key, Site]
     factor: Factor
-    run: Callable[[Sizes], Outcome]
+    invent: bool
+
+    def run(self, sizes: Sizes) -> Outcome:
+        return _run(self.block, self.given, with_sizes(self.cut, sizes), self.sites, self.factor, self.invent)
 
     def find(self, known: Sizes) -> Sizes:
         sizes = dict(known)

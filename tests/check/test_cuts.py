@@ -56,7 +56,7 @@ def scales_of(cut: Cut) -> dict[str, tuple[int, tuple[int, ...]]]:
 def test_heads_in_groups_need_both_counts_scaled():
     _, found, checks = analysed(Stack(Grouped))
     group = of_blocks(found, 2)
-    cut = checks.check(group, (1, 1))
+    cut = checks([group], [(1, 1)])[0]
     assert isinstance(cut, Cut)
     assert scales_of(cut) == {"many": (4, (2, 2)), "few": (2, (1, 1))}
 
@@ -69,11 +69,11 @@ def test_masks_of_cut_tensors_are_cut_in_training():
     _, found, checks = analysed(model)
     group = of_blocks(found, 48)
     assert [action.kind for action in group.actions].count("dropout") == 1
-    cut = checks.check(group, (24, 24))
+    cut = checks([group], [(24, 24)])[0]
     assert isinstance(cut, Cut) and cut.training
     assert torch.equal(torch.get_rng_state(), before) and random.getstate() == others
     _, found, checks = analysed(model.eval())
-    cut = checks.check(of_blocks(found, 48), (24, 24))
+    cut = checks([of_blocks(found, 48)], [(24, 24)])[0]
     assert isinstance(cut, Cut) and not cut.training
 
 
@@ -81,7 +81,7 @@ def test_a_list_of_sizes_is_scaled_item_by_item():
     _, found, checks = analysed(Stack(Fused))
     group = of_blocks(found, 4)
     assert {shard.axis for shard in group.shards if shard.name == "all.weight"} == {"(*4x6|*4x6|*4x6)"}
-    cut = checks.check(group, (3, 1))
+    cut = checks([group], [(3, 1)])[0]
     assert isinstance(cut, Cut)
     assert {name: local for name, (_, local) in scales_of(cut).items()} == {
         "heads": (3, 1), "sizes.0": (18, 6), "sizes.1": (18, 6), "sizes.2": (18, 6)
@@ -105,7 +105,7 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
     """The number of heads is an attribute, of which code makes their width: it has to stay, and the lengths do not."""
     model = Stack(Measuring)
     _, found, checks = analysed(model)
-    cut = checks.check(of_blocks(found, 4), shares)
+    cut = checks([of_blocks(found, 4)], [shares])[0]
     assert isinstance(cut, Cut), cut
     lengths = [(a.module, a.function, a.occurrence, a.argument, a.axis) for a in cut.actions if a.kind == "length"]
     assert lengths == [("", "view", -1, "0.1.2", "*4"), ("", "reshape", -1, "0.3", "*4x6")]
@@ -146,14 +146,14 @@ def test_what_all_ranks_keep_has_its_gradient_once():
     group = of_blocks(found, 48)
     assert any(shard.axis == "(*48|6)" for shard in group.shards)
     assert set(group.summed) >= {"mix.weight"}
-    cut = checks.check(group, (24, 24))
+    cut = checks([group], [(24, 24)])[0]
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"own": (48, (24, 24))}
 
 
 def test_an_attribute_with_the_same_number_is_left_out_again():
     _, found, checks = analysed(Stack(Alike), X[:, :4])
-    cut = checks.check(of_blocks(found, 4), (2, 2))
+    cut = checks([of_blocks(found, 4)], [(2, 2)])[0]
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"heads": (4, (2, 2))}
 
@@ -168,7 +168,7 @@ def test_a_missing_sum_is_found():
     _, found, checks = analysed(Stack(Grouped))
     group = of_blocks(found, 2)
     wrong = replace(group, actions=tuple(action for action in group.actions if action.kind != "reduce"))
-    outcome = checks.check(wrong, (1, 1))
+    outcome = checks([wrong], [(1, 1)])[0]
     assert isinstance(outcome, Refusal)
     assert "reads a sum that is not complete" in outcome.reason
 
@@ -178,7 +178,7 @@ def test_a_wrong_axis_is_found():
     _, found, checks = analysed(Stack(Fused))
     group = of_blocks(found, 4)
     shards = tuple(replace(s, axis="6x*4") if s.name == "out.weight" else s for s in group.shards)
-    outcome = checks.check(replace(group, shards=shards), (2, 2))
+    outcome = checks([replace(group, shards=shards)], [(2, 2)])[0]
     assert isinstance(outcome, Refusal) and "can't be cut by its axes" in outcome.reason
 
 
@@ -213,6 +213,6 @@ def test_the_model_is_as_it_was():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     _, found, checks = analysed(model)
     for group in found.groups:
-        checks.check(group, even_shares(group.size, 2))
+        checks([group], [even_shares(group.size, 2)])[0]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert all(module.many == 4 for module in model.blocks)
