@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.given import arguments_of, computed, literals, origin, plain, reads_bits
+from autoshard.axes.given import arguments_of, computed, literals, plain, reads_bits
 from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
@@ -26,41 +25,6 @@ MOST_NUMBERS = 1 << 20
 """Elements of a table that is computed again."""
 Fact = tuple[Any, bool | int]
 """A value, by what computes it, and what all of its elements are: true, false, or a number."""
-
-
-def read_values(reading: ValueGuard) -> list[int]:
-    """The values that Python read."""
-    return [item.value for item in reading.args if isinstance(item, Ref)]
-
-
-def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
-    """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
-    op = maker_of(graph, origin(graph, value, "detach", "to", "clone", "alias", "view", "reshape"))
-    if op is None or op.node is None:
-        return None
-    name = name_of(op)
-    if name in ("all", "_is_all_true", "any", "_is_any_true") and not graph.values[op.outputs[0]].shape:
-        return op.inputs[0], "all" in name
-    if name == "eq" and len(op.inputs) == 1:  # mask.sum() == mask.numel()
-        source = maker_of(graph, op.inputs[0])
-        if source is not None and name_of(source) == "sum" and len(source.inputs) == 1:
-            row = graph.values[source.inputs[0]]
-            if row.dtype is torch.bool and op.node.args[1] == torch.Size(row.shape).numel():
-                return source.inputs[0], True
-    return None
-
-
-def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
-    """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
-    op = maker_of(graph, origin(graph, value, "to", "_to_copy", "detach", "clone", "alias", "view", "reshape"))
-    if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
-        return None
-    number, source = op.node.args[1], origin(graph, op.inputs[0], "to", *RESHAPES)
-    if source not in graph.inputs:
-        return None
-    whole = not graph.values[source].dtype.is_floating_point and graph.values[source].dtype is not torch.bool
-    known = isinstance(number, int) and not isinstance(number, bool) and whole
-    return (graph.inputs.index(source), number) if known else None  # type: ignore[return-value]
 
 
 class Numbering:

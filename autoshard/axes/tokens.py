@@ -21,8 +21,8 @@ from autoshard.axes.axis import Factor, factors_of, resolve
 from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
 from autoshard.axes.given import plain
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
+from autoshard.axes.losses import divide_losses
 from autoshard.axes.regions import OUTSIDE, Region, element_of, find_regions
-from autoshard.axes.token_losses import divide_losses
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative

@@ -23,8 +23,7 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.check.independence import check_apart
 from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
-from autoshard.check.question import INDEPENDENT, Question
-from autoshard.check.records import Apart, Mixed, check_left, merges_of, record_twice, written_in
+from autoshard.check.records import INDEPENDENT, Apart, Mixed, Question, check_left, merges_of, record_twice, written_in
 from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.plan.workload import Workload

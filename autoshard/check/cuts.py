@@ -17,6 +17,7 @@ from autoshard.axes.batch_walk import SIZED_BY_VALUES
 from autoshard.axes.given import is_where_alone
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
+from autoshard.axes.tokens import depends_on_length, divide_context
 from autoshard.capture.capture import capture, observe_calls
 from autoshard.capture.graph import ModelGraph, name_of
 from autoshard.capture.run import MODULE_PATH, own_random_numbers
@@ -27,7 +28,8 @@ from autoshard.check.rank import Arguments, call_of, record_rank
 from autoshard.check.runs import RankRuns, other_runs
 from autoshard.common.module_paths import is_below, join
 from autoshard.common.progress import tell
-from autoshard.plan.sharding import Cut, Refusal
+from autoshard.errors import ApplyError, CaptureError, PlanError, first_line
+from autoshard.plan.sharding import Cut, Refusal, Results
 from autoshard.plan.workload import Workload
 from autoshard.runtime.moves import on_meta
 from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
@@ -255,3 +257,30 @@ def check_cuts(
     first = RankRuns(what="", graph=graph, groups={}, record=record)
     others = partial(other_runs, model, (args, kwargs), workload, found.groups)
     return CutChecks(model, graph, found, observe_calls(model, inputs, workload, paths, graph.level), first, others)
+
+
+def find_context(
+    model: nn.Module, graph: ModelGraph, inputs: Any, workload: Workload, degree: int
+) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
+    """Return the cuts that divide the tokens of a model over so many ranks, and which modules give each rank a part.
+
+    Raises `PlanError` where it can't be.
+
+    `graph`: a forward with these inputs, captured with `composite=True`. Code that reads a length sees that of a rank's
+    part: the last rank is recorded, and must run the same ops.
+    """
+    cuts, results = divide_context(graph, degree, model.training)
+    forward = replace(workload, mode="inference", new_tokens=0)
+
+    def record(local: nn.Module) -> Any:
+        return capture(local, inputs, workload=forward, composite=True)
+
+    try:
+        reason = depends_on_length(graph, record_rank(model, cuts, degree - 1, record))
+    except (ApplyError, CaptureError) as error:
+        reason = f"a rank can't run with a part of them ({first_line(error)})"
+    if reason:
+        raise PlanError(
+            f"sequences can't be divided over {degree} ranks, as cp={degree} says: {reason}. Plan without cp."
+        )
+    return cuts, results

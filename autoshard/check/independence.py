@@ -17,22 +17,22 @@ from autoshard.axes.batch_rules import FOR_REPLICAS, TABLE
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
 from autoshard.axes.given import origin
-from autoshard.axes.guarded import COPIES, asked_of_each, number_of_each
 from autoshard.axes.hits import named_hits, numbers_found
+from autoshard.axes.questions import COPIES, asked_of_all, asked_of_each, number_asked_for, number_of_each, read_values
 from autoshard.axes.rules import rule_of
-from autoshard.axes.switches import Numbering, asked_of_all, number_asked_for, read_values
+from autoshard.axes.switches import Numbering
 from autoshard.axes.walk import where
 from autoshard.capture.call_log import CallLog, Opaque, Ref, TooManyOps, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
 from autoshard.check.functions import keeps_apart
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
-from autoshard.check.question import Question
 from autoshard.check.records import (
     ROWS,
     Apart,
     Left,
     Mixed,
+    Question,
     RecordedSamples,
     first_difference,
     first_uneven,

@@ -15,9 +15,8 @@ from typing import Any, Literal, cast
 from autoshard.axes.axis import factors_of, size_of
 from autoshard.axes.communication import Lookup
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
-from autoshard.axes.loss import cut_loss
+from autoshard.axes.losses import cut_loss, token_loss
 from autoshard.axes.regions import OUTSIDE, outside_ops
-from autoshard.axes.token_losses import token_loss
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.errors import PlanError

@@ -1,11 +1,11 @@
-"""Cross entropy of logits of which each rank has some classes or tokens, as a `DTensor`; see `axes.loss`.
+"""Cross entropy of logits of which each rank has some classes or tokens, as a `DTensor`; see `axes.losses`.
 
     loss of a token  =  log(sum over ranks of exp(l))  -  logit of its label            l = log(sum of exp(own logits))
 
 Each rank sends two numbers per token: l, and the label's logit if it has that class, else 0. The gradient is that of
 these sums: the softmax of a rank's own logits times the part that they are of all, less 1 at the label.
 
-Of tokens each rank has some losses, and sends the sum of them; see `axes.token_losses`.
+Of tokens each rank has some losses, and sends the sum of them.
 """
 
 import math

@@ -162,7 +162,7 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
     if cut or staged or spread or long:
         launched.check_launched(plan)
     if spread or long:
-        from autoshard.check.context import find_context
+        from autoshard.check.cuts import find_context
         from autoshard.check.experts import find_experts
         from autoshard.search.traced import trace
 

@@ -300,7 +300,7 @@ def cut(request: Request, asked: bool = False) -> Plan:
 
     `asked`: this strategy, not the best one: cut where one device would be faster, too.
     """
-    from autoshard.axes.loss import spread_logits
+    from autoshard.axes.losses import spread_logits
     from autoshard.axes.tokens import divide_tokens
     from autoshard.engine.offloaded import compute_devices
     from autoshard.strategies.column_parallel import column_parallel

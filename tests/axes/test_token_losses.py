@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoshard.axes.communication import Lookup
-from autoshard.axes.token_losses import token_loss
+from autoshard.axes.losses import token_loss
 from autoshard.capture.capture import capture
 
 WIDTH, CLASSES, SAMPLES, TOKENS = 8, 12, 2, 6

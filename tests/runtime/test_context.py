@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard.check.context import find_context
+from autoshard.check.cuts import find_context
 from autoshard.errors import PlanError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload

@@ -1,4 +1,4 @@
-"""Errors that a model raises for what it is given. Sound by argument.
+"""What Python asks about all elements of a tensor, and errors that a model raises for an answer: sound by argument.
 
     if (lengths > limit).any(): raise …          no element of any row is above the limit
     assert x.min() >= -5                          none is below
@@ -10,14 +10,52 @@ have raised an error, the part with that row raises it. The answer decides nothi
 nobody catches the error: that is tried. Any other number that is compared (a mean, a sum) may differ from part to part.
 """
 
+import torch
+
 from autoshard.axes.given import origin
-from autoshard.axes.switches import asked_of_all
+from autoshard.axes.reshaping import RESHAPES
+from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 
 COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
 """Ops that hand on the values that they are given."""
 _LEAST, _LARGEST = ("min", "amin"), ("max", "amax")
 _ABOVE, _BELOW = ("ge", "gt", "greater", "greater_equal"), ("le", "lt", "less", "less_equal")
+
+
+def read_values(reading: ValueGuard) -> list[int]:
+    """The values that Python read."""
+    return [item.value for item in reading.args if isinstance(item, Ref)]
+
+
+def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
+    """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
+    op = maker_of(graph, origin(graph, value, "detach", "to", "clone", "alias", "view", "reshape"))
+    if op is None or op.node is None:
+        return None
+    name = name_of(op)
+    if name in ("all", "_is_all_true", "any", "_is_any_true") and not graph.values[op.outputs[0]].shape:
+        return op.inputs[0], "all" in name
+    if name == "eq" and len(op.inputs) == 1:  # mask.sum() == mask.numel()
+        source = maker_of(graph, op.inputs[0])
+        if source is not None and name_of(source) == "sum" and len(source.inputs) == 1:
+            row = graph.values[source.inputs[0]]
+            if row.dtype is torch.bool and op.node.args[1] == torch.Size(row.shape).numel():
+                return source.inputs[0], True
+    return None
+
+
+def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
+    """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
+    op = maker_of(graph, origin(graph, value, "to", "_to_copy", "detach", "clone", "alias", "view", "reshape"))
+    if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
+        return None
+    number, source = op.node.args[1], origin(graph, op.inputs[0], "to", *RESHAPES)
+    if source not in graph.inputs:
+        return None
+    whole = not graph.values[source].dtype.is_floating_point and graph.values[source].dtype is not torch.bool
+    known = isinstance(number, int) and not isinstance(number, bool) and whole
+    return (graph.inputs.index(source), number) if known else None  # type: ignore[return-value]
 
 
 def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | None:
