@@ -312,7 +312,7 @@ def every(axis: Axis, step: int, why: str = "") -> Axis:
 def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth: int) -> None:
     """Make two factors of the same size the same. Where a factor is a part of the other one, that one can't be cut."""
     if isinstance(left, Factor) and not left.rigid:
-        if left in _inside(right):
+        if isinstance(right, Cat) and left in factors_of((right,)):
             make_unshardable((right,), f"{why}: an axis would be a part of itself")
         elif left.unshardable and any(factor.rigid for factor in factors_of((right,))):
             # What can't be cut meets it here, and not wherever it was before.
@@ -337,10 +337,6 @@ def _unify_factors(left: "Factor | Cat", right: "Factor | Cat", why: str, depth:
             other, rest = cut(other, here, why)
             theirs.insert(0, rest)
         unify(mine, other, why, depth + 1)
-
-
-def _inside(term: "Factor | Cat") -> set[Factor]:
-    return set(factors_of((term,))) if isinstance(term, Cat) else set()
 
 
 def _bind(factor: Factor, axis: Axis) -> None:
@@ -384,26 +380,14 @@ def _sizes(axis: Axis) -> str:
 
 def describe(axis: Axis, factor: Factor) -> str:
     """The axis as text in the form of `sharding`, with the factor starred: "8x*4x64", "(*32x64|512)"."""
-    return _product(resolve(axis), factor) or "1"
-
-
-def _product(axis: Axis, factor: Factor) -> str:
     parts: list[str] = []
     plain = 1
-    for term in axis:
-        text = _factor(term, factor)
-        if text:
+    for term in resolve(axis):
+        texts = [describe(segment, factor) for segment in term.segments] if isinstance(term, Cat) else []
+        if term is factor or any("*" in text for text in texts):
             parts += [str(plain)] if plain > 1 else []
-            parts.append(text)
+            parts.append(f"*{term.size}" if term is factor else f"({'|'.join(texts)})")
             plain = 1
         else:
             plain *= term.size
-    return "x".join([*parts, str(plain)] if plain > 1 else parts)
-
-
-def _factor(term: "Factor | Cat", factor: Factor) -> str:
-    """ "" if the factor is not in it."""
-    if isinstance(term, Factor):
-        return f"*{term.size}" if term is factor else ""
-    texts = [_product(segment, factor) or "1" for segment in map(resolve, term.segments)]
-    return f"({'|'.join(texts)})" if any("*" in text for text in texts) else ""
+    return "x".join([*parts, str(plain)] if plain > 1 else parts) or "1"

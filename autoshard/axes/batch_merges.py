@@ -22,7 +22,7 @@ from autoshard.axes import rules
 from autoshard.axes.axis import covers
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
-from autoshard.axes.given import arguments_of, origin
+from autoshard.axes.given import arguments_of, ops_behind, origin
 from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, broadcast, dims_of, names
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -258,7 +258,8 @@ def is_so_much_per_row(walk: BatchAxes, value: int) -> bool:
     mine, other = (torch.Size(one.values[source].shape).numel() for one in (graph, walk.other))
     if not walk.is_the_same(source) or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
         return False
-    return _is_never_drawn(graph, _unordered(walk, source))
+    made_of = ops_behind(graph, _unordered(walk, source), writes=True)
+    return all(isinstance(one.target, OpOverload) and not traits_of(one.target).random for one in made_of)
 
 
 def _converted(graph: ModelGraph, value: int) -> Op | None:
@@ -284,24 +285,3 @@ def _unordered(walk: BatchAxes, value: int) -> int:
     longer = walk.longer(table)
     kept = not walk.is_overwritten(index) and not walk.is_overwritten(value)
     return table if same and kept and not longer[dim % len(shape)] and order.outputs[-1] != table else value
-
-
-def _is_never_drawn(graph: ModelGraph, value: int) -> bool:
-    """Whether nothing that a value is made of, or that is written into its memory, is drawn by chance."""
-    writes: dict[int, list[Op]] = {}
-    for op in graph.ops:
-        for written in op.mutates:
-            writes.setdefault(graph.values[written].storage, []).append(op)
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if one in seen:
-            continue
-        seen.add(one)
-        made = maker_of(graph, one)
-        for op in [*([made] if made is not None else []), *writes.get(graph.values[one].storage, ())]:
-            if not isinstance(op.target, OpOverload) or traits_of(op.target).random:
-                return False
-            waiting += op.inputs
-    return True

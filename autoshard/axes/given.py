@@ -1,6 +1,6 @@
 """What ops are given that is no tensor, by name or as a list, and numbers that code alone decides."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -101,3 +101,21 @@ def origin(graph: ModelGraph, value: int, *through: str) -> int:
     while (op := maker_of(graph, value)) is not None and name_of(op) in through and len(op.inputs) == 1:
         value = op.inputs[0]
     return value
+
+
+def ops_behind(graph: ModelGraph, value: int, until: Iterable[int] = (), *, writes: bool = False) -> Iterator[Op]:
+    """The ops that a value is made of, back to some values; with `writes`, those that write into its memory as well."""
+    writers: dict[int, list[Op]] = {}
+    for op in graph.ops if writes else ():
+        for written in op.mutates:
+            writers.setdefault(graph.values[written].storage, []).append(op)
+    seen, waiting = set(until), [value]
+    while waiting:
+        one = waiting.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        made = maker_of(graph, one)
+        for op in (*([made] if made is not None else []), *writers.get(graph.values[one].storage, ())):
+            yield op
+            waiting += op.inputs

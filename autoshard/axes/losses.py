@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autoshard.axes.axis import Factor, factors_of, resolve
+from autoshard.axes.axis import Factor, resolve
 from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
 from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
 from autoshard.axes.regions import CLASS_LOSS, OUTSIDE, Region
@@ -199,10 +199,7 @@ def _parameters(
     `divided`: what the ops read and make, but for the logits.
     """
     inside = {op.index for op in ops}
-    mixing = {op for op, axis in walk.blocks if factor in factors_of(axis)}
-    mixing |= {one.op for one in walk.contractions if factor in factors_of(one.axis)}
-    mixing |= {op for op, _ in walk.random_calls}
-    if mixing & inside or any(op.mutates for op in ops):
+    if walk.mixing(factor) & inside or any(op.mutates for op in ops):
         return None
     found: list[str] = []
     for op in ops:

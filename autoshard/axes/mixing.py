@@ -9,14 +9,9 @@ from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, pointw
 # ---- sums and other reductions
 
 
-@rule("sum", "nansum")
+@rule("sum", "nansum", "mean")
 def _sum(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes]:
-    return _reduced(walk, x, dim, walk.contract)
-
-
-@rule("mean")
-def _mean(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes]:
-    return _reduced(walk, x, dim, lambda axis: walk.contract(axis, mean=True))
+    return _reduced(walk, x, dim, lambda axis: walk.contract(axis, mean=walk.name == "mean"))
 
 
 @rule(
@@ -100,22 +95,17 @@ def _unfolded(walk: Context, x: Seen, dim: int, size: int, step: int) -> list[Se
     return [(*_resized(x, _mixed(walk, x, dim)), None)]
 
 
-@rule("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft")
-def _fourier(walk: Context, x: Seen, n: Any = None, dim: int = -1, *args: Any) -> list[Sequence[Axis | None]]:
-    return [_resized(x, _mixed(walk, x, dim))]
-
-
-@rule("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn")
-def _fourier_n(
-    walk: Context, x: Seen, s: Any = None, dim: Any = None, *args: Any
+@rule(
+    "fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fft2", "fft_ifft2", "fft_rfft2",
+    "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn",
+)  # fmt: skip
+def _fourier(
+    walk: Context, x: Seen, sizes: Any = None, dim: Any = ..., *args: Any
 ) -> list[Sequence[Axis | None]] | None:
     """Sizes without dimensions are those of the last ones: not known."""
-    return None if s is not None and dim is None else [_resized(x, _mixed(walk, x, dim))]
-
-
-@rule("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2")
-def _fourier2(walk: Context, x: Seen, s: Any = None, dim: Any = (-2, -1), *args: Any) -> list[Sequence[Axis | None]]:
-    return [_resized(x, _mixed(walk, x, dim))]
+    if dim is ...:
+        dim = {"2": (-2, -1), "n": None}.get(walk.name[-1], -1)
+    return None if sizes is not None and dim is None else [_resized(x, _mixed(walk, x, dim))]
 
 
 @rule("topk")

@@ -191,11 +191,8 @@ class _Zone:
 
     def follow(self) -> bool:
         """Follow all ops of the block; False where its output is not divided, or it is not worth it."""
-        factor = self.stream.factor
         self.divided[self.stream.given] = self.stream.dim
-        mixing = {op for op, axis in self.walk.blocks if factor in factors_of(axis)}
-        mixing |= {one.op for one in self.walk.contractions if factor in factors_of(one.axis)}
-        mixing |= {op for op, _ in self.walk.random_calls}
+        mixing = self.walk.mixing(self.stream.factor)
         mixing |= {index for index in self.region.ops if name_of(self.graph.ops[index]).startswith(_DRAWS)}
         partial, sums = self._cut_ops()
         means = {one.op for group in self.groups for one in group.walk.contractions if one.mean}

@@ -70,6 +70,11 @@ class AxisWalk(rules.Context):
         else:
             self.axes[value] = tuple(made)
 
+    def mixing(self, factor: Factor) -> set[int]:
+        """Ops that may not work on each slice of a factor by itself, or draw random numbers for all of them."""
+        acted = [*self.blocks, *((one.op, one.axis) for one in self.contractions)]
+        return {op for op, axis in acted if factor in factors_of(axis)} | {op for op, _ in self.random_calls}
+
     def values_with(self, factor: Factor) -> Set[int]:
         """The values that have the factor in a dimension, once all ops were walked."""
         if self._values is None:

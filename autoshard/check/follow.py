@@ -176,7 +176,9 @@ class _Beside:
                 self._pair(self._whole.ops[at], op)
                 at += 1
             elif name_of(op) == _SKIPPED:
-                self._alias(op.inputs[0], op.outputs[0], self._stands.get(op.inputs[0], set()))
+                source, made = op.inputs[0], op.outputs[0]
+                self._stands.setdefault(made, set()).update(self._stands.get(source, ()))
+                self._copied |= {self._local.values[one].storage for one in (source, made)}
             else:
                 raise Differs(
                     min(at, len(self._whole.ops) - 1),
@@ -203,10 +205,6 @@ class _Beside:
                     self._copied.add(self._local.values[value].storage)
             at += 1
         return at
-
-    def _alias(self, source: int, made: int, values: set[int]) -> None:
-        self._stands.setdefault(made, set()).update(values)
-        self._copied |= {self._local.values[one].storage for one in (source, made)}
 
     def _added(self, op: Op) -> None:
         """An op of the cut itself: what it makes stands for the same as what it is given, and completes it."""

@@ -16,7 +16,7 @@ from autoshard.axes.axis import Factor, describe
 from autoshard.axes.batch_rules import FOR_REPLICAS, TABLE
 from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
-from autoshard.axes.given import origin
+from autoshard.axes.given import ops_behind, origin
 from autoshard.axes.hits import named_hits, numbers_found
 from autoshard.axes.questions import COPIES, asked_of_all, asked_of_each, number_asked_for, number_of_each, read_values
 from autoshard.axes.rules import rule_of
@@ -309,14 +309,8 @@ class SampleRun:
         asked = asked_of_each(self.graph, value)
         if asked is None or asked[0] is not bool(guard.result):
             return False
-        waiting = [value]
-        while waiting:  # no number on the way says how many rows there are
-            one = waiting.pop()
-            op = None if one in asked[1] else maker_of(self.graph, one)
-            if op is not None:
-                waiting += op.inputs
-                if self.walk.resized(op):
-                    return False
+        if any(map(self.walk.resized, ops_behind(self.graph, value, asked[1]))):
+            return False  # a number on the way says how many rows there are
         if len(read_values(guard)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
             return False
         self.guards.add(guard.guard)

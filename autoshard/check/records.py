@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.given import literals, plain
+from autoshard.axes.given import literals, ops_behind, plain
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.call_log import CallLog, TooManyOps
 from autoshard.capture.capture import Call, record_forward
@@ -232,7 +232,7 @@ def check_left(question: Question, batch: BatchAxis, recorded: RecordedSamples) 
     model, training = question.model, question.workload.training
     graph, left = recorded.graph, recorded.left
     for place, value in left.tensors.items():
-        made, ancestors = graph.values[value].op >= 0, _ancestors(graph, value)
+        made, ancestors = graph.values[value].op >= 0, {one for op in ops_behind(graph, value) for one in op.inputs}
         # Of numbers in the code alone, or of parameters where there was one before: each part makes the same one.
         given = graph.inputs if place in left.before else (*graph.inputs, *(tensor.value for tensor in graph.tensors))
         if training and made and graph.values[value].dtype.is_floating_point and not ancestors.isdisjoint(given):
@@ -275,18 +275,6 @@ def left_by_parts(place: str, model: nn.Module) -> Mixed:
 def _named(place: str, model: nn.Module) -> str:
     module = max((path for path, _ in model.named_modules() if place.startswith(f"{path}.")), key=len, default="")
     return f"{place.removeprefix(f'{module}.')} in {module or 'the model itself'}"
-
-
-def _ancestors(graph: ModelGraph, value: int) -> set[int]:
-    """The values of which a value is made."""
-    found: set[int] = set()
-    waiting = [value]
-    while waiting:
-        op = graph.values[waiting.pop()].op
-        new = set(graph.ops[op].inputs) - found if op >= 0 else set()
-        found |= new
-        waiting += new
-    return found
 
 
 def written_in(recorded: RecordedSamples) -> tuple[str, ...]:
