@@ -210,7 +210,7 @@ class Entries:
             self._places.update((value, _along(self._rows[source], dim)) for dim, value in enumerate(op.outputs))
         elif source in self._rows and name == "select" and args[1] in (1, -1) and args[2] >= 0:
             self._places[op.outputs[0]] = _along(self._rows[source], args[2])
-        if len(op.outputs) != 1 or self._resized(op, name):
+        if len(op.outputs) != 1 or (name not in RESHAPES and self.walk.resized(op)):
             return
         made = op.outputs[0]
         row = graph.values[made]
@@ -243,9 +243,6 @@ class Entries:
         alike = covers(made[0], self.walk.batch)
         once = places.once and by == 1
         return EntryPlaces(selection=places.selection, axis=made[0], once=once) if alike else None
-
-    def _resized(self, op: Op, name: str) -> bool:
-        return name not in RESHAPES and self.walk.resized(op)
 
     def _counts_each(self, op: Op, name: str, shape: Sequence[int]) -> bool:
         """Whether an op counts the numbers 0, 1, 2 and so on, each by itself, and keys have no others."""

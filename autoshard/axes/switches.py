@@ -34,7 +34,6 @@ class Numbering:
         self._numbers: dict[Any, int] = {}
         self._keys: dict[int, Any] = {}
         self._content: dict[int, torch.Tensor] = {}
-        self._structure: dict[tuple[ModelGraph, int], Any] = {}
         self._by_shape = True
 
     def of(
@@ -93,8 +92,8 @@ class Numbering:
         for one in kept:
             if graph.values[one].dtype is not torch.bool:
                 facts.append(((("nonzero", numbers[one]), 0), truth))
-            elif (graph, one) in self._structure:
-                facts.append((self._structure[graph, one], truth))
+            else:
+                facts.append((self._keys[numbers[one]], truth))
         for key, true in list(facts):
             if true and key[0][0] == "aten.eq.Scalar" and len(key[0][1]) == 1:
                 number = key[0][2][1]
@@ -124,7 +123,6 @@ class Numbering:
 
     def _known(self, key: Any, graph: ModelGraph, value: int, facts: Mapping[Any, bool | int]) -> int:
         row = graph.values[value]
-        self._structure[graph, value] = key
         if key in facts:
             return self._table(torch.full(row.shape, facts[key], dtype=row.dtype))
         return self._number(key)
@@ -153,12 +151,10 @@ class Numbering:
             found = self._computed(op, given, place, row.shape) if place == 0 or len(op.outputs) > 1 else None
             if found is not None:
                 made[value] = self._table(found)
-                self._structure[graph, value] = ("table", made[value])
                 continue
             simple = self._simplified(graph, op, given) if len(op.outputs) == 1 else None
             if isinstance(simple, int):
                 made[value] = simple
-                self._structure[graph, value] = self._keys[simple]
                 continue
             key: Any = simple if simple is not None else (str(op.target), tuple(given), _arguments(op))
             if _is_random(op):
