@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 
-from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size
+from autoshard.axes.axis import Factor, describe, factors_of, local_size
 from autoshard.axes.given import named, with_tensors
 from autoshard.axes.groups import AxisGroup
 from autoshard.axes.regions import scaled_ops
@@ -120,14 +120,10 @@ def _of_walk(
                 texts = [(describe(axis, factor), share) for factor, share in cut.items() if factor in factors_of(axis)]
                 if texts:
                     row.axes[value, dim] = texts
-                    row.shapes[value] = _local(axes, graph.values[value].shape, slices)
+                    row.shapes[value] = tuple(local_size(axis, slices) for axis in axes)
         row.summed, row.addends, row.drawn = index in summed, summed.get(index, set()), index in drawn
         if row.shapes or row.summed:
             yield place, row
-
-
-def _local(axes: Sequence[Axis], shape: Sequence[int], slices: Mapping[Factor, int]) -> tuple[int, ...]:
-    return tuple(local_size(axis, slices) if axis else size for axis, size in zip(axes, shape, strict=True))
 
 
 def _enter(required: Required, first: Op, op: Op, row: Required) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
-from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size
+from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size, size_of
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
@@ -109,11 +109,10 @@ def numbers_in(axis: Axis, factor: Factor) -> list[Number]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedResult:
-    """One tensor that a function should give: where it is in what the function returns, its shape and its axes."""
+    """One tensor that a function should give: where it is in what the function returns, and its axes."""
 
     path: str
     axes: tuple[Axis, ...]
-    shape: tuple[int, ...]
 
 
 @dataclass(slots=True)
@@ -140,7 +139,7 @@ def sites_of(graph: ModelGraph, walk: AxisWalk, block: Call, factor: Factor) -> 
         site = found.setdefault((*below[row.call], row.function, row.occurrence), Site())
         for path, value in row.outputs:
             if value in walk.axes:
-                site.results.append(ExpectedResult(path=path, axes=walk.axes[value], shape=graph.values[value].shape))
+                site.results.append(ExpectedResult(path=path, axes=walk.axes[value]))
         axes = [axis for _, value in (*row.inputs, *row.outputs) for axis in walk.axes.get(value, ())]
         site.near = list(dict.fromkeys(axis for axis in axes if factor in factors_of(axis)))
     return found
@@ -221,9 +220,7 @@ class _Watch(TorchFunctionMode):
     def _compare(self, result: Any, site: Site) -> None:
         found = dict(nested.tensors_in(result))
         for row in site.results:
-            wanted = tuple(
-                local_size(axis, self._slices) if axis else size for axis, size in zip(row.axes, row.shape, strict=True)
-            )
+            wanted = tuple(local_size(axis, self._slices) for axis in row.axes)
             shape = tuple(found[row.path].shape) if row.path in found else wanted
             # Other dimensions may depend on values, which are wrong on a rank that runs alone.
             if len(shape) != len(wanted) or any(shape[dim] != wanted[dim] for dim in _cut_dims(row, self._slices)):
@@ -357,7 +354,7 @@ class _Search:
             for dim in _cut_dims(row, {self.factor: 0}):
                 numbers, axis = numbers_in(row.axes[dim], self.factor), describe(row.axes[dim], self.factor)
                 for argument, length in outcome.lengths.items():
-                    if length == row.shape[dim]:
+                    if length == size_of(row.axes[dim]):
                         key = Length(path, function, occurrence, argument, axis, outcome.sizes)
                         found[key] = next(one for one in numbers if one.whole == length)
         yield from _together_then_alone(found)
