@@ -24,11 +24,12 @@ from autoshard.axes.axis import Axis, Factor, describe, factors_of, local_size, 
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.fake import FakeFloats, silenced
 from autoshard.capture.graph import Call, ModelGraph
+from autoshard.capture.material import placeholders, put_placeholders
 from autoshard.capture.observe import TensorSpec, fill_specs
 from autoshard.capture.record import Recorder
 from autoshard.capture.run import applied_to_placeholders
 from autoshard.capture.sites import PROPERTIES
-from autoshard.check.rank import Arguments, LoneRank, make_fake
+from autoshard.check.rank import Arguments, LoneRank
 from autoshard.common.module_paths import is_below, relative
 from autoshard.plan.sharding import DROPOUTS, Action, Cut, Scale
 from autoshard.runtime.cuts import apply_cuts
@@ -247,7 +248,7 @@ def _run(
         recorder.enter(tensor, "input", "")
         return tensor
 
-    make_fake(local, engine.shapes.mode)
+    put_placeholders(local, placeholders(engine))
     for kind, state in (("parameter", local.named_parameters()), ("buffer", local.named_buffers())):
         for name, tensor in state:
             recorder.enter(tensor, kind, name)

@@ -9,14 +9,12 @@ from torch import nn
 
 from autoshard.capture.capture import calls_of
 from autoshard.capture.graph import ModelGraph
-from autoshard.capture.material import put_placeholders
 from autoshard.nested import flat_tensors
 from autoshard.plan.sharding import Cut
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import Layout
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.moves import on_meta
-from autoshard.torch_private import FakeTensorMode, fake_from_meta
 
 Arguments = tuple[tuple, dict[str, Any]]
 
@@ -49,16 +47,6 @@ class LoneRank:
 
     def own(self, values: tuple[torch.Tensor, ...]) -> torch.Tensor:
         return values[self.rank]
-
-
-def make_fake(module: nn.Module, mode: FakeTensorMode) -> None:
-    """Replace what is on meta by fake CPU tensors, in place: code that asks for a device sees the CPU."""
-
-    def fake(tensor: torch.Tensor, kind: str) -> torch.Tensor:
-        made = fake_from_meta(mode, tensor.detach()) if tensor.is_meta else tensor
-        return nn.Parameter(made) if isinstance(tensor, nn.Parameter) and made is not tensor else made
-
-    put_placeholders(module, fake)
 
 
 def record_rank(
