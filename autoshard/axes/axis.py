@@ -180,7 +180,7 @@ def unify(left: Axis, right: Axis, why: str = "", depth: int = 0) -> None:
             left, right = left[1:], right[1:]
             continue
         common = gcd(major.size, minor.size)
-        if common == 1 or not (_split(major, common, why) and _split(minor, common, why)):
+        if common == 1 or not (_split(major, common) and _split(minor, common)):
             here, there = _together(left, [term.size for term in right])
             make_unshardable(
                 (*left[:here], *right[:there]),
@@ -237,7 +237,7 @@ def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
             size, rest = size // term.size, rest[1:]
             continue
         common = gcd(size, term.size)
-        if common == 1 or not _split(term, common, why):
+        if common == 1 or not _split(term, common):
             return _reground(tuple(taken), rest, size, why)
         rest = resolve((*_halves(term, common), *rest[1:]))
     return tuple(taken), rest
@@ -345,7 +345,7 @@ def _bind(factor: Factor, axis: Axis) -> None:
         make_unshardable(axis, factor.unshardable)
 
 
-def _split(term: "Factor | Cat", major: int, why: str) -> bool:
+def _split(term: "Factor | Cat", major: int) -> bool:
     """Make a factor a product of `major` and the rest; False if a concatenation does not allow it."""
     if isinstance(term, Factor):
         if term.rigid and term.size != major:

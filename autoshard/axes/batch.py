@@ -26,7 +26,6 @@ class Rows:
         unshardable: whether something works along it: orders it, picks from it, mixes it.
     """
 
-    factor: Factor
     inputs: tuple[tuple[int, int, str], ...]
     outputs: tuple[tuple[int, int, str], ...]
     parameter: str
@@ -44,7 +43,6 @@ def follow(walk: AxisWalk, value: int, dim: int) -> Rows | None:
         return None
     graph = walk.graph
     return Rows(
-        factor=factor,
         inputs=tuple(_found(walk, graph.inputs, factor)),
         outputs=tuple(_found(walk, graph.outputs, factor)),
         parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, factor)), ""),

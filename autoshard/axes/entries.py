@@ -227,7 +227,7 @@ class Entries:
                 self._places[made] = divided
         elif name in ("histc", "bincount"):
             keys = self._root(source)
-            if keys >= 0 and self._counts_each(op, name, row.shape):
+            if keys >= 0 and self._counts_each(op, row.shape):
                 self._counts[made] = keys
         elif name == "cumsum" and source in self._counts and row.dtype in EXACT:
             self._ends[made] = self._counts[source]
@@ -244,7 +244,7 @@ class Entries:
         once = places.once and by == 1
         return EntryPlaces(selection=places.selection, axis=made[0], once=once) if alike else None
 
-    def _counts_each(self, op: Op, name: str, shape: Sequence[int]) -> bool:
+    def _counts_each(self, op: Op, shape: Sequence[int]) -> bool:
         """Whether an op counts the numbers 0, 1, 2 and so on, each by itself, and keys have no others."""
         assert op.node is not None
         if len(op.inputs) != 1 or not 0 < self._bound(op.inputs[0]) <= shape[0]:

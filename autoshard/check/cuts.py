@@ -151,7 +151,7 @@ class CutChecks:
         reasons: dict[int, str] = {}
         for run in self._all_runs():
             what = f" ({run.what})" if run.what else ""
-            found = {place: pair for place, pair in enumerate(zip(groups, cuts, strict=True))}
+            found = dict(enumerate(zip(groups, cuts, strict=True)))
             for place, (group, _) in tuple(found.items()):
                 if not self._in_run(run, group):
                     reasons[place] = f"{group.shards[0].name} can't be cut by its axes{what}"

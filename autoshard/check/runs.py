@@ -85,12 +85,12 @@ def _by_key(groups: Sequence[AxisGroup]) -> dict[Key, list[AxisGroup]]:
 def other_runs(model: nn.Module, call: Arguments, workload: Workload, groups: Sequence[AxisGroup]) -> list[RankRuns]:
     """Record the further runs. `call`: the arguments of the run of the plan; `groups`: what could be cut by it."""
     half, heads, most = _sizes(groups)
-    few = _recorded(model, _calls(call, half, heads), partial(_with_gradients, model))
+    few = _recorded(_calls(call, half, heads), partial(_with_gradients, model))
     cached = replace(workload, new_tokens=1)
-    short = _recorded(model, _calls(call, heads, half), partial(_plain, model, cached, call))
+    short = _recorded(_calls(call, heads, half), partial(_plain, model, cached, call))
     if groups and short is not None:
         most = _fewer(call, groups[0].walk.graph, short.graph, heads, most)
-    many = _recorded(model, _calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload, call))
+    many = _recorded(_calls(call, most, min(most, ROWS), masked=True), partial(_plain, model, workload, call))
     return [run for run in (few, short, many) if run is not None]
 
 
@@ -126,9 +126,7 @@ def _sizes(groups: Sequence[AxisGroup]) -> tuple[int, int, int]:
     return max(2, sizes[0] // 2), sizes[0], sizes[-1] if len(sizes) > 1 else 2 * sizes[0]
 
 
-def _recorded(
-    model: nn.Module, calls: Sequence[Arguments], record: Callable[[Arguments], RankRuns | None]
-) -> RankRuns | None:
+def _recorded(calls: Sequence[Arguments], record: Callable[[Arguments], RankRuns | None]) -> RankRuns | None:
     """The first of several calls that the model takes; None if it takes none of them."""
     for call in calls:
         with suppress(AutoshardError), own_random_numbers():
