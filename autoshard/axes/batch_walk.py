@@ -65,7 +65,8 @@ class BatchWalk(BatchAxes):
         losses = {value for value in op.inputs if self._is_loss(value)}
         before = [self.cause[value] for value in op.inputs if value in self.cause and value not in losses]
         self.merges.step(op, given, states)
-        self._parts.update(value for value in op.outputs if self._is_view_of(value, op, self._parts))
+        places = {self.graph.values[value].storage for value in self._parts.intersection(op.inputs)}
+        self._parts.update(value for value in op.outputs if self.graph.values[value].storage in places)
         if not self._parts.isdisjoint(op.mutates):
             self.placed.append(op.index)
         for value in op.mutates:
@@ -176,8 +177,7 @@ class BatchWalk(BatchAxes):
         if name in ("index", "_unsafe_index"):
             return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
         if name == "one_hot":
-            assert op.node is not None
-            return [*op.node.args[1:2], *op.node.kwargs.values()] in ([], [-1])
+            return arguments_of(op)["num_classes"] == -1
         if isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
             return True
         if name == "repeat_interleave":
@@ -185,10 +185,6 @@ class BatchWalk(BatchAxes):
         return name in SIZED_BY_VALUES or is_where_alone(op)
 
     # ---- memory that is shared
-
-    def _is_view_of(self, value: int, op: Op, values: Iterable[int]) -> bool:
-        storage = self.graph.values[value].storage
-        return any(one in values and self.graph.values[one].storage == storage for one in op.inputs)
 
     def _write(self, op: Op, value: int, state: State) -> None:
         """Enter what a value is after it was written, and what others are that share its memory."""

@@ -92,7 +92,7 @@ def bound_of_filled(graph: ModelGraph, op: Op, bound: int, root: Callable[[int],
 
 def part_dim(op: Op, ndim: int) -> int | None:
     """Along which dimension an op takes parts."""
-    if op.node is None or name_of(op) not in PARTS | {"unbind", "tensor_split"} or not ndim:
+    if op.node is None or name_of(op) not in PARTS | {"unbind"} or not ndim:
         return None
     dim = arguments_of(op)["dim"]
     return dim % ndim if isinstance(dim, int) else 0

@@ -34,7 +34,7 @@ def outcome(model: nn.Module, inputs: torch.Tensor = X, size: int = 48) -> Cut |
     found = find_groups(graph)
     mine = [group for group in found.groups if group.blocks[0] == "blocks.0" and group.size == size]
     group = max(mine, key=lambda group: group.nbytes)
-    return check_cuts(model, inputs, None, graph, found).check(group, (group.size // 2,) * 2)
+    return check_cuts(model, inputs, None, graph, found)([group], [(group.size // 2,) * 2])[0]
 
 
 @pytest.mark.parametrize("name", REFUSED)
