@@ -227,9 +227,11 @@ def run_op(
         return func(*args, **kwargs)
     if traits.composite and not found.nested:
         return _decompose(func, args, kwargs, mode)
-    mixed = found.other is not None or found.ordinary or _writes_plain(traits, args)
-    if mixed and found.owner is not None and not traits.mixing:
-        raise _mixed(func, found)
+    if not traits.mixing and found.owner is not None:
+        if traits.rowwise and (found.other is not None or found.ordinary):
+            return _run_rows(func, args, kwargs, devices, mode)
+        if found.other is not None or found.ordinary or _writes_plain(traits, args):
+            raise _mixed(func, found)
     owner = found.owner
     if asked is not None:
         plain_kwargs["device"] = torch.device("cpu")
@@ -317,3 +319,28 @@ def _take_over_shape(tensor: SimulatedTensor) -> None:
     same = tensor.shape == plain.shape and tensor.stride() == plain.stride()
     if not same or tensor.storage_offset() != plain.storage_offset():
         set_metadata(tensor, SimulatedTensor(plain, tensor.owner))
+
+
+def _run_rows(
+    func: Any, args: tuple, kwargs: dict, devices: list[SimulatedDevice] | None, mode: AbstractContextManager | None
+) -> Any:
+    """Run an op on lists, row by row: as on GPUs, lists may span devices where no row does (moving averages do)."""
+    length = max(len(value) for value in args if isinstance(value, (list, tuple)))
+    rows = []
+    for row in range(length):
+        row_args = tuple(
+            [value[row]] if isinstance(value, (list, tuple)) and len(value) == length else value for value in args
+        )
+        rows.append(_run_one_row(func, row_args, kwargs, devices, mode))
+    return None if rows[0] is None else [item for result in rows for item in result]
+
+
+def _run_one_row(
+    func: Any, args: tuple, kwargs: dict, devices: list[SimulatedDevice] | None, mode: AbstractContextManager | None
+) -> Any:
+    found = _Arguments()
+    for value in args:
+        found.unwrap(value)
+    if found.owner is not None and (found.other is not None or found.ordinary):
+        raise _mixed(func, found)
+    return run_op(func, args, kwargs, devices, mode)

@@ -39,6 +39,7 @@ class OpTraits:
 
     composite: bool
     mixing: bool
+    rowwise: bool  # takes lists whose i-th tensors belong together
     reshapes: bool
     written: tuple[int, ...]
     cpu_arguments: tuple[int, ...]
@@ -56,6 +57,7 @@ def find_traits(func: Any) -> OpTraits:
     traits = OpTraits(
         composite=isinstance(func, torch_private.OpOverload) and torch_private.is_composite(func),
         mixing=packet in MIXING,
+        rowwise=str(packet).startswith("aten._foreach_"),
         reshapes=has_out or packet in RESHAPING or torch.Tag.inplace_view in getattr(func, "tags", ()),
         written=tuple(
             position

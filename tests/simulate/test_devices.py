@@ -105,6 +105,15 @@ def test_what_may_mix_on_gpus_may_mix_here(devices):
     assert x.sum() == 6
 
 
+def test_lists_of_tensors_may_span_devices_row_by_row(devices):
+    ours = [torch.ones(2, device=ONE), torch.ones(3, device=TWO)]
+    torch._foreach_add_(ours, 1)
+    doubled = torch._foreach_mul(ours, ours)
+    assert [t.device for t in doubled] == [ONE, TWO] and doubled[1].tolist() == [4, 4, 4]
+    with pytest.raises(RuntimeError, match="same device"):
+        torch._foreach_add(ours, ours[::-1])
+
+
 def test_views_share_memory_and_versions(devices):
     x = torch.zeros(2, 3, device=TWO)
     view, transposed, strided = x.view(-1)[1:4], x.t(), x.as_strided((2,), (1,), 4)
