@@ -1,7 +1,7 @@
 """What calls and commands ask for, as they are given: devices, a model to profile, a plan or a device map."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from autoshard.plan.choices import DeviceMap, Size
     from autoshard.profile.profile import Profile
     from autoshard.search.choose import Chosen
+
+
+OF_PROCESSES = ("launch", "mesh", "micro_batch", "recompute", "precision", "dtype", "compiled")
+"""What may be said of a plan that only plans for processes have."""
 
 
 def profile_model(model: nn.Module, inputs: Any, workload: Workload | None) -> "Profile":
@@ -62,21 +66,22 @@ def plan_asked(
 
 
 def chosen_for(
-    model: nn.Module, inputs: Any, workload: Workload, cluster: "Cluster", *, strategy: str, objective: str,
+    model: nn.Module, inputs: Any, workload: Workload, cluster: "Cluster", *,
     max_memory: "Mapping[Any, Size] | None" = None, pins: "DeviceMap | None" = None,
-    num_microbatches: int | None = None, schedule: str | None = None, tp_plan: Mapping[str, str] | None = None,
-    assume_independent_rows: bool = False, in_memory: Collection[str] = (), wishes: Mapping[str, Any] | None = None,
+    tp_plan: Mapping[str, str] | None = None, in_memory: Collection[str] = (),
+    wishes: Mapping[str, Any] | None = None, **settings: Any,
 ) -> "Chosen | None":  # fmt: skip
-    """Plan for one process per device where that is asked for or worth it; None where one process is planned."""
+    """Plan for one process per device where that is asked for or worth it; None where one process is planned.
+
+    `wishes` and `settings`: fields of `Asked`, the second those that plans of one process have, too.
+    """
     from autoshard.cluster.parse import limited_to
-    from autoshard.search.choose import Wishes, choose
+    from autoshard.search.choose import choose
+    from autoshard.search.limits import Asked
 
     alone = "a pin" if pins else "a tp_plan" if tp_plan is not None else ""
-    return choose(
-        model, inputs, workload, limited_to(cluster, max_memory), strategy=strategy, objective=objective,
-        wishes=Wishes(**(wishes or {})), num_microbatches=num_microbatches, schedule=schedule,
-        assume_independent_rows=assume_independent_rows, one_process_alone=alone,
-    )  # fmt: skip
+    asked = Asked(**settings, **(wishes or {}), one_process_alone=alone)
+    return choose(model, inputs, workload, limited_to(cluster, max_memory), asked)
 
 
 def largest_asked(
@@ -84,13 +89,12 @@ def largest_asked(
     strategy: str = "auto", objective: str = "latency", max_memory: "Mapping[Any, Size] | None" = None, **settings: Any,
 ) -> Plan:  # fmt: skip
     """Plan for the largest batch or sequence, for processes or for one; see `autoshard.largest`."""
-    from autoshard.search.choose import Wishes
     from autoshard.search.largest import largest_chosen
     from autoshard.search.planning import check_varied, largest_plan
 
     check_varied(vary)
     cluster, count = cluster_for(devices, max_memory), settings.pop("num_microbatches", None)
-    wishes = {one.name: settings.pop(one.name) for one in fields(Wishes) if one.name in settings}
+    wishes = {name: settings.pop(name) for name in OF_PROCESSES if name in settings}
     settings |= {"strategy": strategy_named(strategy), "objective": objective, "max_memory": max_memory}
 
     def made(asked: Workload) -> Any:

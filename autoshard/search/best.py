@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import ModelWork
@@ -15,10 +15,10 @@ from autoshard.engine.price import Step, prepare_step, price_prepared, price_ste
 from autoshard.engine.recipe import Recipe, Stack
 from autoshard.engine.timing import Card
 from autoshard.errors import SpecError
+from autoshard.plan.choices import Objective
 from autoshard.search.candidates import answer_recipes, device_counts, meshes, step_recipes
-from autoshard.search.limits import Fixed, Limits
+from autoshard.search.limits import Asked, Limits
 
-Goal = Literal["latency", "throughput", "memory"]
 Made = TypeVar("Made")
 WORTH_STARTING = 2.0
 """A process per device must be so much faster than one process on one device: it has to be started and kept alive."""
@@ -34,27 +34,31 @@ are a third of a step that computes nothing twice."""
 class SearchTask:
     """What is searched: the work of a model on a cluster of equal devices.
 
-    `prompt_tokens`, `new_tokens`: of an answer; a training step has none. `goal`: what is made small. `leanest`: look
-    at the recipe of each mesh alone that needs least memory, though it can not fit.
+    `prompt_tokens`, `new_tokens`: of an answer; a training step has none. `leanest`: look at the recipe of each mesh
+    alone that needs least memory, though it can not fit.
     """
 
     work: ModelWork
     card: Card
     topology: Topology
     limits: Limits
-    given: Fixed
+    given: Asked
     precision: Precision
     stack: Stack
     training: bool
     prompt_tokens: int = 0
     new_tokens: int = 0
-    goal: Goal = "latency"
     leanest: bool = False
 
     @property
     def devices(self) -> int:
         """How many devices there are."""
         return self.topology.devices
+
+    @property
+    def goal(self) -> Objective:
+        """What is made small."""
+        return self.given.objective
 
 
 Tried = RecipeEstimate | Step

@@ -7,7 +7,7 @@ from typing import Any, cast, get_args
 from autoshard.engine.precision import Precision
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.plan import Mesh
-from autoshard.search.limits import LONG_SEQUENCE, Fixed, Limits
+from autoshard.search.limits import LONG_SEQUENCE, Asked, Limits
 
 MOST_STAGES_PER_RANK = 4
 
@@ -27,7 +27,7 @@ def device_counts(devices: int, per_host: int) -> list[int]:
     return sorted(powers | hosts | {devices}, reverse=True)
 
 
-def meshes(devices: int, per_host: int, limits: Limits, given: Fixed, *, training: bool) -> Iterator[Mesh]:
+def meshes(devices: int, per_host: int, limits: Limits, given: Asked, *, training: bool) -> Iterator[Mesh]:
     """Meshes of exactly so many devices; answers have no shards that are gathered, and no divided sequences."""
     for tp in _chosen("tp", limits.tensor, given):
         for pp in _chosen("pp", _pipelines(devices // tp, limits), given):
@@ -46,14 +46,14 @@ def meshes(devices: int, per_host: int, limits: Limits, given: Fixed, *, trainin
                             yield mesh
 
 
-def _runs(mesh: Mesh, given: Fixed) -> bool:
+def _runs(mesh: Mesh, given: Asked) -> bool:
     """Whether `apply` carries a mesh out: cp and ep go with dp and fsdp only. A mesh that is given is priced anyway."""
     divided = (mesh.cp > 1) + (mesh.ep > 1)
     return not divided or bool({"cp", "ep"} & set(given.mesh)) or (divided == 1 and mesh.tp == mesh.pp == 1)
 
 
 def step_recipes(
-    mesh: Mesh, limits: Limits, given: Fixed, precision: Precision, stack: Stack
+    mesh: Mesh, limits: Limits, given: Asked, precision: Precision, stack: Stack
 ) -> Iterator[list[Recipe]]:
     """Recipes of a mesh for a training step; those of one list differ in recomputation, the least of it first."""
     replicas = mesh.data
@@ -75,7 +75,7 @@ def step_recipes(
             yield [replace(recipe, recompute=cast(Any, mode)) for mode in modes]
 
 
-def answer_recipes(mesh: Mesh, limits: Limits, given: Fixed, precision: Precision, stack: Stack) -> Iterator[Recipe]:
+def answer_recipes(mesh: Mesh, limits: Limits, given: Asked, precision: Precision, stack: Stack) -> Iterator[Recipe]:
     """Recipes of a mesh for answers: with stages, sequences may take turns in groups."""
     own = -(-limits.samples // mesh.dp)
     counts = {1, min(own, mesh.pp)} if mesh.pp > 1 and limits.divisible else {1}
@@ -86,7 +86,7 @@ def answer_recipes(mesh: Mesh, limits: Limits, given: Fixed, precision: Precisio
         )  # fmt: skip
 
 
-def _chosen(name: str, degrees: tuple[int, ...], given: Fixed) -> tuple[int, ...]:
+def _chosen(name: str, degrees: tuple[int, ...], given: Asked) -> tuple[int, ...]:
     if name in given.mesh:
         return (given.mesh[name],)
     if given.mesh or name not in given.axes:  # of a mesh that is given, what is not named is 1
@@ -109,7 +109,7 @@ def _contexts(limits: Limits, rest: int) -> tuple[int, ...]:
     return tuple(n for n in (1, 2, 4, 8, 16) if rest % n == 0 and limits.tokens % (2 * n) == 0)
 
 
-def _shardings(rest: int, per_host: int, given: Fixed) -> list[int]:
+def _shardings(rest: int, per_host: int, given: Asked) -> list[int]:
     """Degrees of FSDP: none, within a host, over all replicas."""
     if "fsdp" in given.mesh:
         return [given.mesh["fsdp"]] if rest % given.mesh["fsdp"] == 0 else []
@@ -124,7 +124,7 @@ def _experts(limits: Limits, ranks: int) -> tuple[int, ...]:
     return tuple(n for n in range(1, limits.experts + 1) if limits.experts % n == 0 and ranks % n == 0)
 
 
-def _micro_batches(own: int, given: Fixed) -> list[int]:
+def _micro_batches(own: int, given: Asked) -> list[int]:
     if given.micro_batch is not None:
         return [given.micro_batch] if own % given.micro_batch == 0 else []
     if given.num_microbatches is not None:
@@ -133,7 +133,7 @@ def _micro_batches(own: int, given: Fixed) -> list[int]:
     return [*powers, own]
 
 
-def _schedules(pp: int, count: int, layers: int, given: Fixed) -> Iterator[tuple[str, int]]:
+def _schedules(pp: int, count: int, layers: int, given: Asked) -> Iterator[tuple[str, int]]:
     if pp == 1:
         if given.schedule is None:
             yield "gpipe", 1

@@ -3,10 +3,10 @@
 Both ways are considered where the devices are another machine's: nothing that runs here says how the model is started.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,48 +26,12 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Goal, Searched, SearchTask, alone
+from autoshard.search.best import Searched, SearchTask, alone
 from autoshard.search.estimates import estimate_recipe
-from autoshard.search.limits import Fixed, parse_mesh
-from autoshard.search.processes import Asked, dtype_of, plan_processes
+from autoshard.search.limits import Asked
+from autoshard.search.processes import dtype_of, plan_processes, write_plan
+from autoshard.search.reasons import explain
 from autoshard.search.traced import Traced, trace, why_undivided
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wishes:
-    """What a user may say about processes, as it is typed.
-
-    Attributes:
-        launch: "one-process", "processes" or None: both.
-        mesh: such as "fsdp=8,tp=2", or a dict of degrees.
-        precision, dtype, compiled, micro_batch, recompute: as in `Asked` and `Fixed`.
-    """
-
-    launch: str | None = None
-    mesh: str | Mapping[str, int] | None = None
-    micro_batch: int | None = None
-    recompute: str | None = None
-    precision: str = "auto"
-    dtype: str = "auto"
-    compiled: bool | None = None
-
-    def __post_init__(self) -> None:
-        if self.launch not in (None, "one-process", "processes"):
-            raise SpecError(f"unknown launch {self.launch!r}: use one-process or processes.")
-        if self.recompute not in (None, "none", "selective", "full"):
-            raise SpecError(f"unknown recomputation {self.recompute!r}: use none, selective or full.")
-        if self.mesh is not None and not isinstance(self.mesh, str | Mapping):
-            raise SpecError(f"the mesh is {self.mesh!r}: write degrees such as 'fsdp=8,tp=4', or a dict of them.")
-        if self.micro_batch is not None and not isinstance(self.micro_batch, int):
-            raise SpecError(f"micro_batch is {self.micro_batch!r}, and must be a whole number.")
-        if self.micro_batch is not None and self.micro_batch < 1:
-            raise SpecError(f"a micro-batch has at least one sample, not {self.micro_batch}.")
-
-    @property
-    def of_processes(self) -> bool:
-        """Whether something was said that only plans for processes have."""
-        given = self.mesh, self.micro_batch, self.recompute
-        return any(one is not None for one in given) or self.precision != "auto" or self.dtype != "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,29 +48,18 @@ class Chosen:
 
 
 @no_collection()  # graphs are large and stay: 2 s of 15 for 405 billion parameters
-def choose(
-    model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, *, strategy: str, objective: str,
-    wishes: Wishes, num_microbatches: int | None = None, schedule: str | None = None,
-    assume_independent_rows: bool = False, one_process_alone: str = "",
-) -> Chosen | None:  # fmt: skip
+def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, asked: Asked) -> Chosen | None:
     """Plan for processes, or for one device of them; None where one process is asked for, or is what fits the request.
 
-    `one_process_alone`: what was asked for that only plans of one process have, such as pins; "" for nothing. Raises
-    `PlanError` and `SpecError` where processes were asked for and can't be planned.
+    Raises `PlanError` and `SpecError` where processes were asked for and can't be planned.
     """
-    forced = _asked_for(strategy, wishes, one_process_alone)
-    running = not forced and _is_running(cluster, strategy, workload, wishes, one_process_alone)
+    forced = _asked_for(asked)
+    running = not forced and _is_running(cluster, workload, asked)
     stated = workload.batch_size is not None or inputs is not None
-    considered = partial(
-        _considered, least=1 if workload.new_tokens or (workload.training and stated) else 2, strategy=strategy,
-        wishes=wishes, one_process_alone=one_process_alone,
-    )  # fmt: skip
-    if not forced and not running and not considered(cluster):
-        again = partial(
-            choose, model, inputs, workload, strategy=strategy, objective=objective, wishes=wishes,
-            num_microbatches=num_microbatches, schedule=schedule, assume_independent_rows=assume_independent_rows,
-        )  # fmt: skip
-        return _on_fastest(cluster, again, considered) if objective == "latency" else None
+    least = 1 if workload.new_tokens or (workload.training and stated) else 2
+    if not forced and not running and not _considered(cluster, least, asked):
+        again = partial(choose, model, inputs, workload, asked=asked)
+        return _on_fastest(cluster, again, least, asked) if asked.objective == "latency" else None
     if workload.training and not stated:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
@@ -115,11 +68,10 @@ def choose(
     traced = _traced(model, inputs, workload, forced)
     if traced is None:
         return None
-    asked = Asked(
-        strategy=strategy, goal=cast(Goal, objective), dtype=wishes.dtype, compiled=wishes.compiled,
-        precision=wishes.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),
-        given=_given(wishes, num_microbatches, schedule), assumed=assume_independent_rows,
-        why_undivided=why_undivided(traced, assume_independent_rows=assume_independent_rows),
+    asked = replace(
+        asked, precision=asked.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),
+        everyone=count_processes() > 1,
+        why_undivided=why_undivided(traced, assume_independent_rows=asked.assume_independent_rows),
     )  # fmt: skip
     try:
         _refuse_written(traced)
@@ -163,16 +115,16 @@ def _traced(model: nn.Module, inputs: Any, workload: Workload, forced: bool) -> 
         return None  # it can be measured, but not followed
 
 
-def _asked_for(strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
+def _asked_for(asked: Asked) -> bool:
     """Whether processes were asked for, in words or by a strategy. Raises `SpecError` where one process was, too."""
-    forced = wishes.launch == "processes" or wishes.of_processes or strategy in ("ddp", "fsdp", "hybrid")
-    if count_processes() > 1 and wishes.launch is None:
-        forced = forced or strategy in ("data-parallel", "pipeline")
-    if wishes.launch == "one-process" and wishes.of_processes:
+    forced = asked.launch == "processes" or asked.of_processes or asked.strategy in ("ddp", "fsdp", "hybrid")
+    if count_processes() > 1 and asked.launch is None:
+        forced = forced or asked.strategy in ("data-parallel", "pipeline")
+    if asked.launch == "one-process" and asked.of_processes:
         raise SpecError("a mesh, micro-batches, recomputation and precision are for processes: leave out one-process.")
-    if forced and one_process_alone:
+    if forced and asked.one_process_alone:
         raise SpecError(
-            f"{one_process_alone} is for one process, and a process per device was asked for. Leave it out."
+            f"{asked.one_process_alone} is for one process, and a process per device was asked for. Leave it out."
         )
     return forced
 
@@ -191,15 +143,13 @@ def _fastest(cluster: Cluster) -> Cluster:
     return replace(cluster, devices=fast) if len(devices) == len(cluster.devices) and len(fast) > 1 else cluster
 
 
-def _on_fastest(
-    cluster: Cluster, plan: Callable[..., Chosen | None], considered: Callable[[Cluster], bool]
-) -> Chosen | None:  # fmt: skip
+def _on_fastest(cluster: Cluster, plan: Callable[..., Chosen | None], least: int, asked: Asked) -> Chosen | None:
     """Plan for the devices of the fastest kind; None where the model does not fit there, or one of them is enough.
 
     Devices that take turns are never faster than one of these, so ranks on several of them are, if the model fits.
     """
     fastest = _fastest(cluster)
-    if not considered(fastest):
+    if not _considered(fastest, least, asked):
         return None
     try:
         found = plan(cluster=fastest)
@@ -221,12 +171,13 @@ def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
     return replace(chosen, plan=replace(chosen.plan, reasons=(said, *chosen.plan.reasons)))
 
 
-def _considered(cluster: Cluster, least: int, strategy: str, wishes: Wishes, one_process_alone: str) -> bool:
+def _considered(cluster: Cluster, least: int, asked: Asked) -> bool:
     """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy.
 
     `least`: so many cards. One is looked at too where it computes a batch in parts, or many tokens one by one.
     """
-    if wishes.launch == "one-process" or one_process_alone or strategy not in ("auto", "data-parallel", "hybrid"):
+    one_process = asked.launch == "one-process" or asked.one_process_alone
+    if one_process or asked.strategy not in ("auto", "data-parallel", "hybrid"):
         return False
     cards = computing_devices(cluster)
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
@@ -236,10 +187,12 @@ def _considered(cluster: Cluster, least: int, strategy: str, wishes: Wishes, one
     )  # fmt: skip
 
 
-def _is_running(cluster: Cluster, strategy: str, workload: Workload, wishes: Wishes, one_process_alone: str) -> bool:
+def _is_running(cluster: Cluster, workload: Workload, asked: Asked) -> bool:
     """Whether a process per device runs already, of which all take part where nobody says otherwise."""
-    stated = strategy == "auto" and wishes.launch is None and not workload.assumed and not one_process_alone
-    return stated and count_processes() > 1 and count_processes() == len(computing_devices(cluster))
+    free = asked.strategy == "auto" and asked.launch is None and not asked.one_process_alone
+    return (
+        free and not workload.assumed and count_processes() > 1 and count_processes() == len(computing_devices(cluster))
+    )
 
 
 def _as_stored(traced: Traced) -> str:
@@ -258,23 +211,9 @@ def _several_hosts(cluster: Cluster) -> bool:
     return len({device.host for device in cluster.devices}) > 1
 
 
-def _given(wishes: Wishes, num_microbatches: int | None, schedule: str | None) -> Fixed:
-    mesh = wishes.mesh or None if isinstance(wishes.mesh, Mapping) else wishes.mesh
-    if isinstance(mesh, Mapping):
-        mesh = ",".join(f"{name}={degree}" for name, degree in mesh.items())
-    return Fixed(
-        mesh={} if mesh is None else parse_mesh(mesh),
-        micro_batch=wishes.micro_batch, num_microbatches=num_microbatches, schedule=schedule,
-        recompute=wishes.recompute, everyone=count_processes() > 1,
-    )  # fmt: skip
-
-
 def _on_one(
     traced: Traced, cluster: Cluster, asked: Asked, task: SearchTask, found: Searched, alone: RecipeEstimate
 ) -> tuple[Plan, Searched]:  # fmt: skip
-    from autoshard.search.processes import write_plan
-    from autoshard.search.reasons import explain
-
     best = found.best
     assert best is not None
     changed = replace(found, best=alone)

@@ -12,7 +12,8 @@ from autoshard.engine.pricer import price
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
 from autoshard.profile.profile import Profile
-from autoshard.search.processes import Asked, plan_processes
+from autoshard.search.limits import Asked
+from autoshard.search.processes import plan_processes
 from autoshard.search.reasons import shown_mesh
 from autoshard.search.traced import trace
 

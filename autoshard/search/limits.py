@@ -1,11 +1,14 @@
-"""Limits: what a model and a workload allow of a mesh, and what a user has fixed."""
+"""What is asked of a plan for processes, and what a model and a workload allow of its mesh."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import Any
 
+from autoshard.cluster.cluster import RESERVED
 from autoshard.engine.blocks import ModelWork
 from autoshard.errors import PlanError, SpecError
+from autoshard.plan.choices import Objective
 
 DEGREES = ("dp", "fsdp", "tp", "pp", "cp", "ep")
 LONG_SEQUENCE = 16_384
@@ -41,21 +44,54 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fixed:
-    """What the user has fixed; everything else is chosen.
+class Asked:
+    """What is asked of a plan for processes; what is None is chosen.
 
     Attributes:
-        mesh: degrees by name; axes: which dimensions may be larger than 1; everyone: all devices take part, since their
-            processes run already.
+        launch: "one-process", "processes" or None: both.
+        mesh: degrees by name; also given as a text such as "fsdp=8,tp=2", or None.
+        precision: of training, by name; dtype: of weights, "auto" for the model's own; compiled: whether modules are
+            compiled, None: for answers, where the host would be too slow.
+        reserve: part of the memory of a device that is kept free.
+        one_process_alone: what was asked for that only plans of one process have, such as pins; "" for nothing.
+        why_undivided: what stands against dividing the batch, "" for nothing.
+        axes: which dimensions may be larger than 1; everyone: all devices take part, since their processes run already.
     """
 
+    strategy: str = "auto"
+    objective: Objective = "latency"
+    launch: str | None = None
     mesh: Mapping[str, int] = field(default_factory=dict)
     micro_batch: int | None = None
     num_microbatches: int | None = None
     schedule: str | None = None
     recompute: str | None = None
+    precision: str = "auto"
+    dtype: str = "auto"
+    compiled: bool | None = None
+    reserve: float = RESERVED
+    assume_independent_rows: bool = False
+    one_process_alone: str = ""
+    why_undivided: str = ""
     axes: tuple[str, ...] = DEGREES
     everyone: bool = False
+
+    def __post_init__(self) -> None:
+        if self.launch not in (None, "one-process", "processes"):
+            raise SpecError(f"unknown launch {self.launch!r}: use one-process or processes.")
+        if self.recompute not in (None, "none", "selective", "full"):
+            raise SpecError(f"unknown recomputation {self.recompute!r}: use none, selective or full.")
+        object.__setattr__(self, "mesh", parse_mesh(self.mesh))
+        if self.micro_batch is not None and not isinstance(self.micro_batch, int):
+            raise SpecError(f"micro_batch is {self.micro_batch!r}, and must be a whole number.")
+        if self.micro_batch is not None and self.micro_batch < 1:
+            raise SpecError(f"a micro-batch has at least one sample, not {self.micro_batch}.")
+
+    @property
+    def of_processes(self) -> bool:
+        """Whether something was said that only plans for processes have."""
+        given = bool(self.mesh), self.micro_batch is not None, self.recompute is not None
+        return any(given) or self.precision != "auto" or self.dtype != "auto"
 
     @property
     def in_parts(self) -> bool:
@@ -89,8 +125,13 @@ def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str = "") 
     )
 
 
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read "dp=2,fsdp=8,tp=4". Raises `SpecError` for what is no degree."""
+def parse_mesh(mesh: Any) -> dict[str, int]:
+    """Read "dp=2,fsdp=8,tp=4", or a dict of degrees; none of None. Raises `SpecError` for what is no degree."""
+    if mesh is None or mesh == {}:
+        return {}
+    if not isinstance(mesh, str | Mapping):
+        raise SpecError(f"the mesh is {mesh!r}: write degrees such as 'fsdp=8,tp=4', or a dict of them.")
+    text = mesh if isinstance(mesh, str) else _shown(mesh)
     found: dict[str, int] = {}
     for part in filter(None, (one.strip() for one in text.split(","))):
         name, equals, value = (one.strip() for one in part.partition("="))
@@ -106,7 +147,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return found
 
 
-def check_given(given: Fixed, limits: Limits, devices: int) -> None:
+def check_given(given: Asked, limits: Limits, devices: int) -> None:
     """Raise `PlanError` where what was fixed does not go with the devices or the model, with what does."""
     mesh = given.mesh
     if mesh:

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from autoshard.common.sizes import format_bytes
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED
+from autoshard.plan.choices import Objective
 from autoshard.plan.workload import Workload
 from autoshard.search.request import Request
 
@@ -277,13 +278,14 @@ def _pipeline(request: Request, *, compared: bool = False) -> Plan:
 
 def _mesh(request: Request) -> Plan:
     """A plan for one process per device, as the search finds it."""
-    from autoshard.search.choose import Wishes, choose
+    from autoshard.search.choose import choose
+    from autoshard.search.limits import Asked
 
-    chosen = choose(
-        request.model, request.inputs, request.profile.workload, request.limited, strategy="hybrid",
-        objective=request.objective, wishes=Wishes(), num_microbatches=request.num_microbatches,
+    asked = Asked(
+        strategy="hybrid", objective=cast(Objective, request.objective), num_microbatches=request.num_microbatches,
         schedule=request.schedule, assume_independent_rows=request.assume_independent_rows,
     )  # fmt: skip
+    chosen = choose(request.model, request.inputs, request.profile.workload, request.limited, asked)
     assert chosen is not None
     return chosen.plan
 

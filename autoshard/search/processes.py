@@ -6,14 +6,14 @@ request ─▶ limits, given ───┘
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import cast
 
 import torch
 
 from autoshard.capture.graph import ModelGraph
-from autoshard.cluster.cluster import RESERVED, Cluster, plan_device
+from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
 from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason, uneven_reason
 from autoshard.common.module_paths import parent
@@ -27,12 +27,13 @@ from autoshard.engine.timing import weakest_card
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import ASSUMED
+from autoshard.plan.choices import Objective
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Goal, Searched, SearchTask, search
+from autoshard.search.best import Searched, SearchTask, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.gathered import gathered_alone
-from autoshard.search.limits import Fixed, check_given, limits_of
+from autoshard.search.limits import Asked, check_given, limits_of
 from autoshard.search.reasons import explain, refuse, shown_mesh
 from autoshard.search.traced import Traced
 from autoshard.strategies.paths import collapse
@@ -48,29 +49,6 @@ STRATEGY_AXES: dict[str, tuple[str, ...]] = {
     "column-parallel": ("tp", "ep"),
     "pipeline": ("pp",),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is asked of a plan for processes.
-
-    Attributes:
-        strategy: a key of `STRATEGY_AXES`; goal: what is made small.
-        given: degrees and numbers that are fixed; precision: of training, by name; dtype: of weights, "auto" for the
-            model's own; compiled: whether modules are compiled, None: for answers, where the host would be too slow.
-        reserve: part of the memory of a device that is kept free.
-        why_undivided: what stands against dividing the batch, "" for nothing; assumed: it is on the user's word.
-    """
-
-    strategy: str = "auto"
-    goal: Goal = "latency"
-    given: Fixed = field(default_factory=Fixed)
-    precision: str = "auto"
-    dtype: str = "auto"
-    compiled: bool | None = None
-    reserve: float = RESERVED
-    why_undivided: str = ""
-    assumed: bool = False
 
 
 def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
@@ -93,7 +71,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     compute = {4: "float32", 8: "float64"}.get(precision.compute, "bfloat16")
     card = weakest_card(computing_devices(cluster), compute)
     card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
-    given = replace(asked.given, axes=STRATEGY_AXES[asked.strategy])
+    given = replace(asked, axes=STRATEGY_AXES[asked.strategy])
     # generate() runs in no stages, so a model that is larger than a host shares its matrices over hosts
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
     limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided)
@@ -101,7 +79,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
         stack="compiled" if is_compiled(asked, traced.workload) else "eager", training=training,
-        prompt_tokens=traced.work.tokens, new_tokens=traced.workload.new_tokens, goal=asked.goal,
+        prompt_tokens=traced.work.tokens, new_tokens=traced.workload.new_tokens,
     )  # fmt: skip
 
 
@@ -124,7 +102,7 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
     *why, start = explain(task, found)
     more = *_of_unequal(cluster), *_if_changed(traced, cluster, asked, task, found.best)
     divided = plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
-    word = [ASSUMED] if asked.assumed and divided else []
+    word = [ASSUMED] if asked.assume_independent_rows and divided else []
     return replace(plan, reasons=(*word, *why, *more, start)), found, task
 
 
@@ -164,7 +142,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         name = training_precision(asked.precision, name)[0]
     return Plan(
         strategy=strategy_of(recipe),
-        objective=asked.goal,
+        objective=asked.objective,
         workload=traced.workload,
         devices=tuple(map(plan_device, devices)),
         placements=placements,
@@ -309,7 +287,7 @@ def as_launched(plan: Plan, graph: ModelGraph) -> Plan:
 def asked_of(plan: Plan) -> Asked:
     """What was asked for a plan, as far as it says; its mesh may have been given or found."""
     precision, dtype = (plan.precision, "auto") if plan.workload.training else ("auto", plan.precision)
-    return Asked(goal=cast(Goal, plan.objective), precision=precision, dtype=dtype, compiled=plan.compiled)
+    return Asked(objective=cast(Objective, plan.objective), precision=precision, dtype=dtype, compiled=plan.compiled)
 
 
 def recipe_of(plan: Plan) -> Recipe:

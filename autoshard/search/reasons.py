@@ -9,7 +9,8 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.memory import Memory, RecipeEstimate
 from autoshard.engine.precision import FEWER_BITS, PRECISIONS, inference_precision
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Goal, Searched, SearchTask, is_run, part_of, search
+from autoshard.plan.choices import Objective
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, is_run, part_of, search
 
 NO_LESS = 0.95
 """Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
@@ -129,7 +130,7 @@ def _others(task: SearchTask, found: Searched) -> Iterator[str]:
     yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
 
 
-def beside(factor: float, goal: Goal) -> str:
+def beside(factor: float, goal: Objective) -> str:
     """Say how long another recipe takes, or how much memory, as a multiple of the one that is taken."""
     long, less, faster = ("the memory", " memory", "smaller") if goal == "memory" else ("as long", "", "faster")
     if factor >= 1.005:

@@ -16,7 +16,7 @@ from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
 from autoshard.search.best import Searched, SearchTask, alone, price_recipe, search
 from autoshard.search.estimates import estimate_recipe, setting_of
-from autoshard.search.limits import Fixed, limits_of
+from autoshard.search.limits import Asked, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
 from autoshard.search.reasons import beside, explain, remedy, shown_mesh
 from autoshard.search.sizes import Cell
@@ -124,7 +124,8 @@ def _to_fit(task: SearchTask, own: RecipeEstimate, estimate: Estimate) -> str:
     )  # fmt: skip
     recipe = own.recipe
     mesh = {name: degree for name, degree in recipe.mesh.items() if degree > 1}
-    same = Fixed(mesh=mesh, micro_batch=recipe.micro_batch, recompute=recipe.recompute if task.training else None)
+    recompute = recipe.recompute if task.training else None
+    same = Asked(objective=task.goal, mesh=mesh, micro_batch=recipe.micro_batch, recompute=recompute)
     return f"{said}. {remedy(replace(task, given=same))}"
 
 

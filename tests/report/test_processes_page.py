@@ -24,19 +24,19 @@ from autoshard.report.page.page import _held
 from autoshard.report.summary import time_rows
 from autoshard.report.terminal import print_plan
 from autoshard.report.trace import trace_document
-from autoshard.search.limits import Fixed
-from autoshard.search.processes import Asked, plan_processes
+from autoshard.search.limits import Asked
+from autoshard.search.processes import plan_processes
 from autoshard.search.study import study
 from tests.report.test_page import check_page
 from tests.search.models import traced
 
 CASES = {
-    "sharded": ("8xA100-40GB", {}, Fixed(mesh={"fsdp": 8})),
-    "tensor": ("8xA100-40GB", {}, Fixed(mesh={"fsdp": 4, "tp": 2}, micro_batch=2)),
-    "pipeline": ("8xA100-40GB", {}, Fixed(mesh={"fsdp": 2, "pp": 4}, micro_batch=2, schedule="1f1b")),
-    "interleaved": ("4xA100-40GB", {}, Fixed(mesh={"pp": 4}, micro_batch=4, schedule="interleaved")),
-    "answer": ("4xA100-40GB", {"training": False, "new_tokens": 100}, Fixed(mesh={"tp": 2, "pp": 2})),
-    "forward": ("4xA100-40GB", {"training": False}, Fixed(mesh={"dp": 4})),
+    "sharded": ("8xA100-40GB", {}, Asked(mesh={"fsdp": 8})),
+    "tensor": ("8xA100-40GB", {}, Asked(mesh={"fsdp": 4, "tp": 2}, micro_batch=2)),
+    "pipeline": ("8xA100-40GB", {}, Asked(mesh={"fsdp": 2, "pp": 4}, micro_batch=2, schedule="1f1b")),
+    "interleaved": ("4xA100-40GB", {}, Asked(mesh={"pp": 4}, micro_batch=4, schedule="interleaved")),
+    "answer": ("4xA100-40GB", {"training": False, "new_tokens": 100}, Asked(mesh={"tp": 2, "pp": 2})),
+    "forward": ("4xA100-40GB", {"training": False}, Asked(mesh={"dp": 4})),
 }
 
 
@@ -49,7 +49,7 @@ def case(request):
     """A study of a plan, its profile and cluster, and its page."""
     spec, changes, given = CASES[request.param]
     work, cluster = traced(**changes), parse_devices(spec)
-    plan, _, _ = plan_processes(work, cluster, Asked(given=given))
+    plan, _, _ = plan_processes(work, cluster, given)
     found = study(plan, work, cluster)
     profile = profile_graph(work.graph, work.workload)
     return found, profile, cluster, page_of(found, profile, cluster)
@@ -145,7 +145,7 @@ def test_other_sizes_are_what_would_be_planned_for_them():
 
 def test_a_full_device_is_amber_and_what_does_not_fit_says_what_to_change():
     work, cluster = traced(), parse_devices("8xA100-40GB")
-    plan, _, _ = plan_processes(work, cluster, Asked(given=Fixed(mesh={"fsdp": 8}, micro_batch=4)))
+    plan, _, _ = plan_processes(work, cluster, Asked(mesh={"fsdp": 8}, micro_batch=4))
     peak = max(device.peak_bytes for device in study(plan, work, cluster, sizes=False).estimate.devices)
     for memory, kind, words in ((peak * 1.03, "amber", "full"), (peak * 0.97, "bad", "Does not fit")):
         less = {device.name: int(memory) for device in plan.devices}

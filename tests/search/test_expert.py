@@ -13,7 +13,8 @@ import transformers
 from autoshard.cluster.parse import parse_devices
 from autoshard.plan import Mesh
 from autoshard.plan.workload import Workload
-from autoshard.search.choose import Chosen, Wishes, choose
+from autoshard.search.choose import Chosen, choose
+from autoshard.search.limits import Asked
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +41,7 @@ def model_of(size: str) -> torch.nn.Module:
 
 def chosen(size: str, devices: str, **workload: Any) -> Chosen | None:
     return choose(
-        model_of(size), None, Workload(**workload), parse_devices(devices), strategy="auto", objective="latency",
-        wishes=Wishes(),
+        model_of(size), None, Workload(**workload), parse_devices(devices), Asked(),
     )  # fmt: skip
 
 

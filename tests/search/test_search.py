@@ -16,17 +16,17 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.workload import Workload
 from autoshard.search.best import AS_GOOD, price_recipe, search
-from autoshard.search.choose import Wishes, choose
+from autoshard.search.choose import choose
 from autoshard.search.compared import compare_processes
 from autoshard.search.estimates import estimate_processes
-from autoshard.search.limits import Fixed, parse_mesh
-from autoshard.search.processes import Asked, make_task, plan_processes, recipe_of
+from autoshard.search.limits import Asked, parse_mesh
+from autoshard.search.processes import make_task, plan_processes, recipe_of
 from autoshard.search.traced import trace, why_undivided
 from tests.search.models import Decoder, traced
 
 
 def task_on(spec: str, *, reserve: float = 0.05, **changes):
-    asked = Asked(reserve=reserve, given=changes.pop("given", Fixed()))
+    asked = replace(changes.pop("given", Asked()), reserve=reserve)
     return make_task(traced(**changes), parse_devices(spec), asked)
 
 
@@ -73,7 +73,7 @@ def test_examples_of_one_sample_say_as_much_as_those_of_two():
 def test_what_is_fixed_stays_fixed():
     plan, _, _ = plan_processes(
         traced(), parse_devices("8xA100-40GB"),
-        Asked(given=Fixed(mesh={"fsdp": 4, "tp": 2}, micro_batch=4, recompute="full")),
+        Asked(mesh={"fsdp": 4, "tp": 2}, micro_batch=4, recompute="full"),
     )  # fmt: skip
     assert plan.mesh == Mesh(fsdp=4, tp=2) and plan.strategy == "hybrid"
     assert (plan.micro_batch, plan.num_microbatches, plan.recompute) == (4, 2, "full")
@@ -83,7 +83,7 @@ def test_what_is_fixed_stays_fixed():
 def test_all_processes_that_run_take_part():
     """A small answer is fastest on one device; under torchrun the others would have nothing."""
     free, everyone = (search(task_on("4xA100-40GB", given=given, width=64, samples=4, training=False)).best
-                      for given in (Fixed(), Fixed(everyone=True)))  # fmt: skip
+                      for given in (Asked(), Asked(everyone=True)))  # fmt: skip
     assert free is not None and everyone is not None
     assert free.recipe.devices <= everyone.recipe.devices == 4
 
@@ -100,7 +100,7 @@ def test_all_processes_that_run_take_part():
 )
 def test_a_mesh_that_makes_no_sense_is_refused_with_what_does(mesh, words):
     with pytest.raises(PlanError, match=words):
-        task_on("8xA100-40GB", given=Fixed(mesh=parse_mesh(mesh)))
+        task_on("8xA100-40GB", given=Asked(mesh=mesh))
 
 
 @pytest.mark.parametrize("text", ["", "fsdp", "fsdp=0", "fsdp=two", "zz=2", "tp=2,tp=4"])
@@ -123,22 +123,22 @@ def test_degrees_that_the_model_does_not_allow_name_those_it_does():
     with pytest.raises(
         PlanError, match=r"tp=6 is not possible: .* there are 16 in layers\.0\. Plan with a tp of 2, 4, or"
     ):
-        task_on("6xA100-40GB", given=Fixed(mesh={"tp": 6}))
+        task_on("6xA100-40GB", given=Asked(mesh={"tp": 6}))
     with pytest.raises(
         PlanError, match="tp=16 is not possible: ranks that share matrices are in one host, which has 8"
     ):
-        task_on("16xA100-40GB", given=Fixed(mesh={"tp": 16}))
+        task_on("16xA100-40GB", given=Asked(mesh={"tp": 16}))
 
 
 def test_a_schedule_that_needs_more_layers_says_how_many():
     with pytest.raises(PlanError, match="takes 16 layers for pp=8, and the model has 8"):
-        task_on("8xA100-40GB", given=Fixed(mesh={"pp": 8}, schedule="interleaved"))
+        task_on("8xA100-40GB", given=Asked(mesh={"pp": 8}, schedule="interleaved"))
 
 
 def test_an_optimizer_without_states_keeps_none_in_estimates_of_the_plan_too():
     work = traced()
     plain = replace(work, workload=replace(work.workload, optimizer="sgd"))
-    asked = Asked(given=Fixed(mesh={"fsdp": 2}))
+    asked = Asked(mesh={"fsdp": 2})
     for one, states in ((work, 2), (plain, 0)):
         plan, found, _ = plan_processes(one, parse_devices("2xA100-40GB"), asked)
         assert found.best is not None
@@ -151,8 +151,7 @@ def test_what_makes_memory_small_uses_all_devices_and_is_compared_in_memory():
     model, ids = Decoder(width=1024), torch.zeros(1, 64, dtype=torch.long)
     workload = autoshard.Workload(batch_size=1, sequence_length=64, new_tokens=32)
     found = choose(
-        model, {"ids": ids}, workload, parse_devices("4xA100-40GB"), strategy="auto", objective="memory",
-        wishes=Wishes(),
+        model, {"ids": ids}, workload, parse_devices("4xA100-40GB"), Asked(objective="memory"),
     )  # fmt: skip
     assert found is not None and found.plan.mesh == Mesh(tp=4)
     assert any("times the memory" in reason for reason in found.plan.reasons)
@@ -176,12 +175,12 @@ def test_16_bits_are_not_offered_to_cards_without_units_for_them():
 
 def test_micro_batches_that_do_not_make_up_the_batch_are_named():
     with pytest.raises(PlanError, match="batch of 32 samples in the micro-batches that were asked for"):
-        plan_processes(traced(), parse_devices("4xA100-40GB"), Asked(given=Fixed(mesh={"tp": 4}, micro_batch=3)))
+        plan_processes(traced(), parse_devices("4xA100-40GB"), Asked(mesh={"tp": 4}, micro_batch=3))
 
 
 def test_more_replicas_than_samples_are_refused():
     with pytest.raises(PlanError, match="Give --batch 8 or more"):
-        task_on("8xA100-40GB", samples=4, given=Fixed(mesh={"fsdp": 8}))
+        task_on("8xA100-40GB", samples=4, given=Asked(mesh={"fsdp": 8}))
 
 
 def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
@@ -192,7 +191,7 @@ def test_what_does_not_fit_says_by_how_much_where_and_what_would_help():
 @pytest.mark.parametrize(("samples", "nbytes"), [(1, 16 / 4 + 2), (2, 2 * 16)])
 def test_sequences_in_parts_have_whole_logits_where_apply_makes_them(samples, nbytes):
     """Samples of 65,536 tokens with 4,096 logits each: of one, parts of 16 bytes per logit, and 2 for what is given."""
-    fixed = Fixed(mesh={"cp": 4}, micro_batch=samples)
+    fixed = Asked(mesh={"cp": 4}, micro_batch=samples)
     task = task_on("4xA100-40GB", samples=samples, tokens=65536, given=fixed)
     recipe = search(task).ranking[0].recipe
     assert recipe.cp == 4 and not recipe.loss_parallel
@@ -215,7 +214,7 @@ def test_frozen_parameters_have_no_gradients_and_unread_ones_take_memory():
         for layer in model.layers if frozen else ():
             layer.requires_grad_(requires_grad=False)
         work = trace(model, {"ids": ids, "labels": ids}, workload)
-        asked = Asked(precision="full", given=Fixed(mesh={"fsdp": 2}, micro_batch=1))
+        asked = Asked(precision="full", mesh={"fsdp": 2}, micro_batch=1)
         best = search(make_task(work, parse_devices("2xA100-40GB"), asked)).best
         assert best is not None
         layers = sum(one.numel() for one in model.layers.parameters())
@@ -244,7 +243,7 @@ def test_why_there_are_no_replicas_is_said():
     assert plan.num_microbatches == 1
     with pytest.raises(PlanError, match=r"or larger devices\. Its rows depend"):
         plan_processes(traced(samples=512), parse_devices("2xT4"), asked)
-    plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), replace(asked, given=Fixed(micro_batch=4)))
+    plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), replace(asked, micro_batch=4))
     assert plan.num_microbatches == 8 and "no replicas: its rows depend on each other" in plan.reasons
 
 
@@ -254,8 +253,7 @@ def test_one_device_is_compared_with_nothing_that_takes_several():
     ids, cluster = torch.zeros(4, 16, dtype=torch.long, device="meta"), parse_devices("1xT4")
     workload = Workload(batch_size=4, sequence_length=16, mode="training")
     chosen = choose(
-        model, {"ids": ids, "labels": ids}, workload, cluster, strategy="auto", objective="latency",
-        wishes=Wishes(micro_batch=1),
+        model, {"ids": ids, "labels": ids}, workload, cluster, Asked(micro_batch=1),
     )  # fmt: skip
     assert chosen is not None and chosen.plan.num_microbatches == 4
     rows = compare_processes(chosen, cluster).alternatives
@@ -299,7 +297,7 @@ def test_the_estimate_of_a_plan_is_that_of_the_search():
 
 def test_stages_hold_every_tensor_once_and_end_with_the_head():
     work = traced()
-    plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(given=Fixed(mesh={"pp": 4}, micro_batch=4)))
+    plan, _, _ = plan_processes(work, parse_devices("4xA100-40GB"), Asked(mesh={"pp": 4}, micro_batch=4))
     paths = [path for stage in plan.stages for path in stage.paths]
     assert len(paths) == len(set(paths)) and set(paths) == set(plan.placements)
     assert "embed" in plan.stages[0].paths and {"norm", "head"} <= set(plan.stages[-1].paths)
@@ -315,7 +313,7 @@ def test_the_stage_with_the_head_has_fewer_layers_where_that_is_faster():
         model = Decoder(512, 16, 8, 32768).to(torch.bfloat16)
     workload = autoshard.Workload(batch_size=64, mode="training")
     work = trace(model, {"ids": ids, "labels": ids.clone()}, workload)
-    asked = Asked(given=Fixed(mesh={"pp": 4}, schedule="1f1b"))
+    asked = Asked(mesh={"pp": 4}, schedule="1f1b")
     plan, found, task = plan_processes(work, cluster, asked)
     assert found.best is not None
     sizes = [len(plan.layers_of(stage)) for stage in plan.stages]
@@ -352,13 +350,13 @@ def test_of_unequal_devices_the_fastest_share_the_model():
     model = Decoder(width=512, layers=2)
     ids = torch.zeros(16, 256, dtype=torch.long)
     workload = autoshard.Workload(mode="training", batch_size=16, sequence_length=256)
-    asked = {"strategy": "auto", "objective": "latency", "wishes": Wishes()}
+    asked = Asked()
     given = model, {"ids": ids, "labels": ids}, workload
-    found = choose(*given, parse_devices("4xH100-80GB,2xA100-40GB"), **asked)
+    found = choose(*given, parse_devices("4xH100-80GB,2xA100-40GB"), asked)
     assert found is not None and [one.name for one in found.plan.devices] == [f"cuda:{i}" for i in range(4)]
     assert "cuda:4 and 1 more (A100-SXM-40) are not used" in found.plan.reasons[0]
-    assert choose(*given, parse_devices("1xH100-80GB,2xA100-40GB"), **asked) is None
-    assert choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), **asked) is None
+    assert choose(*given, parse_devices("1xH100-80GB,2xA100-40GB"), asked) is None
+    assert choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), asked) is None
 
 
 def running(model, inputs, devices=("cpu:0", "cpu:1"), **asked):
@@ -403,8 +401,7 @@ def test_matrices_of_a_model_without_repeated_layers_can_be_cut():
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
     workload = Workload(batch_size=8, mode="training")
     chosen = choose(
-        model, torch.zeros(8, 16), workload, parse_devices("4xT4"), strategy="auto", objective="latency",
-        wishes=Wishes(mesh={"tp": 2, "fsdp": 2}),
+        model, torch.zeros(8, 16), workload, parse_devices("4xT4"), Asked(mesh={"tp": 2, "fsdp": 2}),
     )  # fmt: skip
     assert chosen is not None and (chosen.plan.mesh.tp, chosen.plan.mesh.fsdp) == (2, 2)
 
@@ -414,7 +411,7 @@ def test_training_in_float64_keeps_twice_as_much_and_computes_at_its_own_rate():
     for dtype in (torch.float32, torch.float64):
         model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)).to(dtype)
         traced = trace(model, torch.zeros(2, 512, dtype=dtype), Workload(mode="training", batch_size=8192))
-        asked = Asked(precision="auto", given=Fixed(mesh={"fsdp": 2}))
+        asked = Asked(precision="auto", mesh={"fsdp": 2})
         found.append(search(make_task(traced, parse_devices("2xL40S"), asked)).ranking[0])
     single, double = found
     weights = [one.memory.curve[0].bytes["weights"] for one in (single, double)]
