@@ -141,23 +141,18 @@ def _nearest_name(name: Any) -> str:
 
 def limited_to(cluster: Cluster, max_memory: Mapping[Any, Any] | None) -> Cluster:
     """The cluster with the memory that may be used."""
-    limits, _ = limits_and_pins(cluster, max_memory, None)
-    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in limits.items()})
+    sizes = {_known(name, cluster, "max_memory"): parse_bytes(size) for name, size in (max_memory or {}).items()}
+    return cluster.with_memory({name: min(n, cluster.device(name).memory_bytes) for name, n in sizes.items()})
 
 
-def limits_and_pins(
-    cluster: Cluster, max_memory: Mapping[Any, Any] | None, pins: Mapping[str, Any] | None
-) -> tuple[dict[str, int], dict[str, str]]:
-    """Limits and pins with the names of the cluster's devices and sizes in bytes."""
-    limits = {
-        _known(canonical_name(name), cluster, "max_memory"): parse_bytes(size)
-        for name, size in (max_memory or {}).items()
-    }
-    fixed = {path: _known(canonical_name(name), cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
-    return limits, fixed
+def named_pins(cluster: Cluster, pins: Mapping[str, Any] | None) -> dict[str, str]:
+    """Pins with the names of the cluster's devices."""
+    return {path: _known(name, cluster, f"the pin of {path!r}") for path, name in (pins or {}).items()}
 
 
-def _known(name: str, cluster: Cluster, where: str) -> str:
+def _known(device: Any, cluster: Cluster, where: str) -> str:
+    """The name of a device of the cluster, in any form that people write."""
+    name = canonical_name(device)
     if name not in cluster.names:
         raise SpecError(f"{where} names device {name!r}, which is not among the devices: {', '.join(cluster.names)}.")
     return name

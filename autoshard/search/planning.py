@@ -1,14 +1,14 @@
 """Planning: from a model and its profile to a plan, with any strategy. What several strategies need is found once."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from autoshard.cluster.cluster import RESERVED, Cluster
-from autoshard.cluster.parse import limited_to, limits_and_pins
+from autoshard.cluster.parse import limited_to, named_pins
 from autoshard.common.collector import no_collection
 from autoshard.common.sizes import format_bytes
 from autoshard.errors import PlanError, SpecError
@@ -194,18 +194,24 @@ def place(request: Request, strategy: str, *, objective: str | None = None, advi
     One process has the devices of one host. Of several hosts the one with the most memory is taken, and the plan says
     so.
     """
-    settings: dict[str, Any] = {"strategy": strategy, "objective": objective or request.objective}
-    settings |= {"pins": request.pins, "in_memory": request.in_memory, "advise": advise}
+    from autoshard.strategies import make_plan
+
+    def made(cluster: Cluster) -> Plan:
+        return make_plan(
+            request.profile, cluster, strategy=strategy, objective=objective or request.objective,
+            pins=named_pins(cluster, request.pins), in_memory=request.in_memory, advise=advise,
+        )  # fmt: skip
+
     hosts = {device.host for device in request.cluster.devices}
     if len(hosts) == 1 or request.processes > 1:
-        return plan_profile(request.profile, request.cluster, max_memory=request.limits, **settings)
+        return made(request.limited)
     cluster = request.limited.largest_host
     words = (
         f"one process has the devices of one host, here of {cluster.devices[0].host} ({len(hosts)} hosts were given); "
         "those of several want a process per device (--launch processes, or --strategy hybrid)"
     )
     try:
-        plan = plan_profile(request.profile, cluster, **settings)
+        plan = made(cluster)
     except PlanError as error:
         raise PlanError(f"{error} And {words}.") from None
     return dataclasses.replace(plan, reasons=(*plan.reasons, words))
@@ -330,24 +336,3 @@ def cut(request: Request, asked: bool = False) -> Plan:
 
     computing = tuple(cluster.device(name) for name in compute_devices(cluster))
     return over(cluster if computing == cluster.devices else dataclasses.replace(cluster, devices=computing))
-
-
-def plan_profile(
-    profile: "Profile",
-    cluster: Cluster,
-    *,
-    strategy: str = "auto",
-    objective: str = "latency",
-    max_memory: Mapping[Any, Any] | None = None,
-    pins: Mapping[str, Any] | None = None,
-    in_memory: Collection[str] = (),
-    advise: bool = True,
-) -> Plan:
-    """Plan from a profile that exists already, with limits and pins in the forms people write."""
-    from autoshard.strategies import make_plan
-
-    limits, fixed = limits_and_pins(cluster, max_memory, pins)
-    return make_plan(
-        profile, cluster, strategy=strategy, objective=objective, max_memory=limits or None, pins=fixed or None,
-        in_memory=in_memory, advise=advise,
-    )  # fmt: skip

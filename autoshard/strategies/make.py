@@ -37,51 +37,44 @@ def make_plan(
     *,
     strategy: str = "auto",
     objective: str = "latency",
-    max_memory: Mapping[str, int] | None = None,
     pins: Mapping[str, str] | None = None,
     in_memory: Collection[str] = (),
     advise: bool = True,
 ) -> Plan:
-    """Plan the placement of a profiled model on a cluster.
+    """Plan the placement of a profiled model on a cluster, whose devices have the memory that may be used.
 
-    `max_memory`: device -> most bytes to use. `pins`: module or tensor path -> device. `in_memory`: names of parameters
-    that can't be kept on disk, since no file has them as they are. `advise`: look for a change that works if nothing
-    fits. The plan fits by the exact estimate. Raises `SpecError` for an unknown strategy, objective, device or path,
-    `PlanError` if nothing fits.
+    `pins`: module or tensor path -> device. `in_memory`: names of parameters that can't be kept on disk, since no file
+    has them as they are. `advise`: look for a change that works if nothing fits. The plan fits by the exact estimate.
+    Raises `SpecError` for an unknown strategy, objective, device or path, `PlanError` if nothing fits.
     """
     _check_names(strategy, objective)
-    unknown = sorted(set(max_memory or {}) - set(cluster.names))
-    if unknown:
-        raise SpecError(f"max_memory names {', '.join(unknown)}; the devices are {', '.join(cluster.names)}.")
-    limits = {name: min(size, cluster.device(name).memory_bytes) for name, size in (max_memory or {}).items()}
-    every = cluster.with_memory(limits)
-    computing = _computing(profile, every)
-    limited = replace(every, devices=tuple(every.device(name) for name in computing))
+    computing = _computing(profile, cluster)
+    limited = replace(cluster, devices=tuple(cluster.device(name) for name in computing))
     units = find_units(profile)
     fixed = pins_of_units(pins or {}, units.paths, profile.graph, limited.names)
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found, cold = _placed(profile, limited, units, chain, strategy, goal)
-    streams = may_stream(profile, every) and (found is None or _leaves_accelerators(found, limited, objective))
-    if streams and (found is None or streaming_bound(profile, every, goal, computing) < _value(found, goal)):
+    streams = may_stream(profile, cluster) and (found is None or _leaves_accelerators(found, limited, objective))
+    if streams and (found is None or streaming_bound(profile, cluster, goal, computing) < _value(found, goal)):
         offloaded = offload(
-            profile, every, units, fixed,
+            profile, cluster, units, fixed,
             computing=computing, objective=goal, in_memory=in_memory,
         )  # fmt: skip
         if found is None and not isinstance(offloaded, Offloaded):
-            raise PlanError(offload_refusal(offloaded, every, computing) + not_on_disk(in_memory, every))
+            raise PlanError(offload_refusal(offloaded, cluster, computing) + not_on_disk(in_memory, cluster))
         if isinstance(offloaded, Offloaded) and (found is None or offloaded.value < _value(found, goal)):
-            reasons = explain_offload(profile, every, offloaded, None if found is None else _value(found, goal))
-            return _plan(profile, every, strategy, objective, pins, offloaded, reasons)
+            reasons = explain_offload(profile, cluster, offloaded, None if found is None else _value(found, goal))
+            return _plan(profile, cluster, strategy, objective, pins, offloaded, reasons)
     if found is None:
 
         def works(larger: Cluster) -> bool:
             wider = chain_from_profile(profile, larger, pins=fixed, units=units)
             return place(profile, larger, units, wider, strategy, goal, any_will_do=True) is not None
 
-        raise PlanError(refusal(chain, limited, works if advise else None) + why_not_offloaded(profile, every))
+        raise PlanError(refusal(chain, limited, works if advise else None) + why_not_offloaded(profile, cluster))
     reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
-    return _plan(profile, every, strategy, objective, pins, found, reasons)
+    return _plan(profile, cluster, strategy, objective, pins, found, reasons)
 
 
 def _value(found: Checked, goal: Objective) -> float:
