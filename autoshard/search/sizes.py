@@ -1,7 +1,7 @@
 """Other sizes of a plan of one process: cells of the grid that a page shows, each priced by the one estimator.
 
-A cell is the plan as it is with another batch or length, as `autoshard estimate PLAN --batch B --seq S` says. Every other
-size takes a recorded run of the model, so large models have fewer cells.
+A cell is the plan as it is with another batch or length, as `autoshard estimate PLAN --batch B --seq S` says. Every
+other size takes a recorded run of the model, so large models have fewer cells.
 """
 
 from collections.abc import Callable, Iterator
