@@ -21,11 +21,11 @@ def test_a_plan_shows_itself(case):
     assert "Net" in "".join(ElementTree.fromstring(profile._repr_html_()).itertext())
 
 
-def test_names_are_escaped_and_long_tables_end():
+def test_names_are_escaped_and_long_texts_end():
     model = nn.ModuleDict({f"<b>{i}": nn.Linear(4, 4) for i in range(60)})
     model.forward = lambda x: sum(part(x) for part in model.values())
     profile = autoshard.profile(model, torch.zeros(1, 4))
     shown = profile._repr_html_()
-    assert "<b>0" not in shown and "&lt;b&gt;0" in shown and "and 21 more" in shown
+    assert "<b>0" not in shown and "&lt;b&gt;0" in shown and "more lines" in shown
     plan = autoshard.Plan.from_device_map({f"<b>{i}": i % 2 for i in range(60)}, profile)
     assert "<b>0" not in plan._repr_html_() and "more lines" in plan._repr_html_()

@@ -16,7 +16,7 @@ from autoshard.common.sizes import format_bytes
 from autoshard.errors import PlanError
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.mesh import Mesh, PlanDevice, Stage
-from autoshard.plan.notebook import plan_html
+from autoshard.plan.notebook import as_html
 from autoshard.plan.placement import check_known_in, check_placements
 from autoshard.plan.reading import PLAN_FORMAT, PLAN_VERSION, read_plan
 from autoshard.plan.sharding import Cut, Results, Whole
@@ -235,7 +235,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Show the plan in a notebook."""
-        return plan_html(self.summary())
+        return as_html(self.summary())
 
     def to_json(self) -> str:
         """Write the plan as JSON text; the same plan gives the same bytes."""

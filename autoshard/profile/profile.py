@@ -5,7 +5,7 @@ from typing import Any
 
 from autoshard.capture.graph import ModelGraph
 from autoshard.common.sizes import format_bytes
-from autoshard.plan.notebook import profile_html
+from autoshard.plan.notebook import as_html
 from autoshard.plan.workload import Workload
 
 
@@ -73,8 +73,13 @@ class Profile:
             "optimizer state": self.optimizer_bytes,
             "at the fullest moment, with activations": self.peak_bytes,
         }
-        shown = [
-            (one.path, one.class_name, one.parameter_bytes + one.buffer_bytes, one.peak_bytes, one.flops)
-            for one in self.modules if one.path.count(".") < 2
-        ]  # fmt: skip
-        return profile_html(f"{self.modules[0].class_name}, mostly {self.dtype}", totals, shown)
+        lines = [f"{self.modules[0].class_name}, mostly {self.dtype}"]
+        lines += [f"  {name}  {format_bytes(nbytes)}" for name, nbytes in totals.items() if nbytes]
+        for one in self.modules:
+            if one.path.count(".") < 2:
+                weights = format_bytes(one.parameter_bytes + one.buffer_bytes)
+                figures = (
+                    f"{weights} of weights, {format_bytes(one.peak_bytes)} at the peak, {one.flops / 1e9:,.3g} GFLOP"
+                )
+                lines.append(f"{one.path or '(whole model)'}  {one.class_name}  {figures}")
+        return as_html("\n".join(lines))

@@ -48,20 +48,11 @@ def explain_offload(
             f"bringing {len(found.offloaded)} modules for each call is faster than computing them on cpu: "
             f"{format_seconds(found.value)} instead of {format_seconds(resident_seconds)}"
         )
-    for link in streaming.links:
-        reasons.append(
-            f"{link.modules} modules come from {link.source} to {link.destination}: {format_bytes(link.nbytes)} and "
-            f"{format_seconds(link.seconds)} per {'token' if estimate.token_seconds else 'pass'}"
-        )
     own = next(
         (d.parameter_bytes for d in estimate.devices if d.name == "cpu" and d.parameter_bytes and len(using) > 1), 0
     )
     if own:
         reasons.append(f"cpu computes with {format_bytes(own)} itself: for these that is faster than to bring them")
-    if len([link for link in streaming.links if link.source == "disk"]) > 1:
-        reasons.append("all devices share the disk, which serves them in the order in which they ask")
-    slots = [(d.name, d.slot_bytes) for d in estimate.devices if d.slot_bytes]
-    reasons += [f"two of them at a time take {format_bytes(nbytes)} of {name}" for name, nbytes in slots]
     seconds = estimate.token_seconds or estimate.latency_seconds
     stalled = streaming.stall_seconds / seconds if seconds else 0.0
     if stalled > 5e-3:
