@@ -110,11 +110,13 @@ def launch_of(
     max_restarts: int = 0,
 ) -> Launch:
     """Work out the command. Raises `SpecError` where the plan, the machines and the options don't go together."""
+    from autoshard.cluster.detect import accelerator_names
+
     if not script.is_file():
         raise SpecError(f"there is no file {script}. Name the Python file to run: autoshard run train.py")
     plan = Plan.load(plan_file) if plan_file is not None else None
     hosts = len({device.host for device in plan.devices}) if plan is not None else 1
-    count = processes or (processes_of(plan) if plan is not None else _accelerators())
+    count = processes or (processes_of(plan) if plan is not None else max(1, len(accelerator_names())))
     if plan is not None and plan.mesh is not None and count not in (1, plan.mesh.size):
         raise PlanError(
             f"{plan_file} is for {plan.mesh.size} processes, one per device, or for one that uses all devices; "
@@ -147,12 +149,6 @@ def launch_of(
         options.append("--standalone")
     command = (sys.executable, "-m", "torch.distributed.run", *options, str(script), *arguments)
     return Launch(command=command, environment=environment)
-
-
-def _accelerators() -> int:
-    from autoshard.cluster.detect import accelerator_names
-
-    return max(1, len(accelerator_names()))
 
 
 def start(launch: Launch) -> NoReturn:

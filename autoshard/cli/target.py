@@ -115,7 +115,8 @@ def _from_file(path: Path, name: str, workload: Workload, with_weights: bool) ->
                 raise
             # It may have failed because its parameters have no values: try it as it is meant.
             module, model = _build(path, name)
-            notes = (f"{path.name} was run with its weights, because without them it stopped: {_last_line(error)}",)
+            raised = str(error).splitlines()[0].partition(" raised ")[2]
+            notes = (f"{path.name} was run with its weights, because without them it stopped: {raised}",)
     inputs = _inputs(path, module, workload)
     title = f"{path}:{name}" if name != "model" else str(path)
     hint = f"Define example_inputs in {path}: a value, or a function that returns one." if inputs is None else ""
@@ -211,8 +212,3 @@ def _own_traceback(error: BaseException, path: Path) -> str:
         frames = [*frames[: MOST_CALLS // 2], *frames[-MOST_CALLS // 2 :]]
     raised = "".join(traceback.format_exception_only(error)).strip()
     return f"{raised}\n{''.join(traceback.format_list(frames))}".rstrip()
-
-
-def _last_line(error: UserCodeError) -> str:
-    """What was raised, without where."""
-    return str(error).splitlines()[0].partition(" raised ")[2]

@@ -61,7 +61,9 @@ class Links:
             raise KeyError((source, destination))
         (host, kind, slot), (other_host, other_kind, other_slot) = self._ends[source], self._ends[destination]
         if host != other_host:
-            return _network_rate(self.hosts[host], self.hosts[other_host])
+            one, other = self.hosts[host], self.hosts[other_host]
+            nominal = min(one.nic_bytes_per_second, other.nic_bytes_per_second)
+            return max(one.latency_seconds, other.latency_seconds), nominal * LINK_EFFICIENCY
         return _rate(kind, other_kind, slot // 2 == other_slot // 2, self.hosts[host].peer_links)
 
     @property
@@ -142,11 +144,6 @@ def _slots(devices: Sequence[Device]) -> list[int]:
         slots.append(seen.get(key, 0))
         seen[key] = slots[-1] + 1
     return slots
-
-
-def _network_rate(one: Host, other: Host) -> LinkRate:
-    nominal = min(one.nic_bytes_per_second, other.nic_bytes_per_second)
-    return max(one.latency_seconds, other.latency_seconds), nominal * LINK_EFFICIENCY
 
 
 @cache

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from autoshard.cluster.cluster import Cluster
-from autoshard.cluster.device import Device, Host
+from autoshard.cluster.device import Device
 from autoshard.cluster.links import PEER_SECONDS, cards_of, make_links, table_row
 from autoshard.errors import SpecError
 
@@ -116,11 +116,13 @@ def topology_of(cluster: Cluster) -> Topology | None:
     per_host = len(devices) // len(hosts)
     local, network = _known_parts(cluster, devices)
     peers = all(host.peer_links for host in hosts)
+    network *= min(host.nic_bytes_per_second * min(1.0, host.nics / per_host) for host in hosts)
     return Topology(
         hosts=len(hosts),
         devices_per_host=per_host,
         local_bytes_per_second=min(_local_rate(kind, per_host, peers) for kind in {d.kind for d in devices}) * local,
-        network_bytes_per_second=min(_network_part(host, per_host) for host in hosts) * network,
+        network_bytes_per_second=min(one.nic_bytes_per_second * min(1.0, one.nics / per_host) for one in hosts)
+        * network,
         local_latency_seconds=_local_latency(cluster, devices),
         network_latency_seconds=max(LEAST_LATENCY, max(host.latency_seconds for host in hosts) - PEER_SECONDS),
     )
@@ -132,11 +134,6 @@ def _local_rate(kind: str, count: int, peer_links: bool) -> float:
     if peer_links and row.peer_link != "none" and (row.peer_topology != "pairs" or count <= 2):
         return min(row.peers_bytes_per_second, row.peer_bytes_per_second * max(1, count - 1))
     return row.host_bytes_per_second * THROUGH_HOST
-
-
-def _network_part(host: Host, count: int) -> float:
-    """Bytes per second of the network that one device has when all of its host use it."""
-    return host.nic_bytes_per_second * min(1.0, host.nics / count)
 
 
 def _local_latency(cluster: Cluster, devices: Sequence[Device]) -> float:

@@ -19,6 +19,7 @@ from autoshard.axes.losses import cut_loss, token_loss
 from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
+from autoshard.common.module_paths import is_below
 from autoshard.errors import PlanError
 from autoshard.profile.experts import dispatched_weights, expert_weights
 
@@ -273,23 +274,13 @@ def _chosen(found: AxisGroups, path: str) -> list[AxisGroup]:
     chosen: list[AxisGroup] = []
     if path in _ENDS:  # modules outside of layers may be cut alone: a table, a head
         layers = tuple(name for region in found.regions if region.path != OUTSIDE for name in region.paths)
-        candidates = [group for group in found.groups if not _within(group.blocks[0], layers)]
+        candidates = [group for group in found.groups if not any(is_below(group.blocks[0], one) for one in layers)]
     else:
         candidates = [group for group in found.groups if path in group.blocks]
     for group in sorted(candidates, key=lambda group: -group.nbytes / (1 + group.sent_bytes)):
         if all(group.index not in other.conflicts for other in chosen):
             chosen.append(group)
     return chosen
-
-
-def _within(path: str, layers: Sequence[str]) -> bool:
-    """Whether a module is a layer or inside of one."""
-    return any(path == layer or path.startswith(f"{layer}.") for layer in layers)
-
-
-def _gathered(group: AxisGroup) -> int:
-    """Bytes that are put together in one forward of one block."""
-    return group.gathered_bytes + group.added_bytes
 
 
 def _most_shares(groups: Sequence[AxisGroup], parameters: Sequence[TensorInfo], outside: bool) -> int:
@@ -353,7 +344,7 @@ def _block(
         most_shares=_most_shares(groups, parameters, path in _ENDS),
         reduces=sum(group.reductions for group in groups),
         reduced_elements=sum(group.reduced_bytes for group in groups) // _itemsize(ops),
-        gathered_elements=sum(_gathered(group) for group in groups) // _itemsize(ops),
+        gathered_elements=sum(group.gathered_bytes + group.added_bytes for group in groups) // _itemsize(ops),
         input_elements=max(given, default=0),
         shared=sum(prod(tensor.shape) for tensor in tied),
         experts=max(experts.values(), default=0),

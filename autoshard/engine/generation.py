@@ -143,7 +143,8 @@ def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
     if experts:
         # A token goes to k of E experts; m rows of all experts came from the rows that the router read.
         replicas = recipe.ep // (1 if recipe.expert_tp == recipe.tp else recipe.tp)
-        hit = hit_part(routed / max(1, _router_rows(block)), tokens * max(1, replicas))
+        router_rows = max((one.m for one in sums_of(block).products if not one.experts), default=1)
+        hit = hit_part(routed / max(1, router_rows), tokens * max(1, replicas))
     return (dense + experts * hit) * stored_bytes(block, recipe)
 
 
@@ -153,19 +154,12 @@ def stored_bytes(block: Block, recipe: Recipe) -> float:
     return precision.parameters if block.layer else max(precision.parameters, float(precision.compute))
 
 
-def _router_rows(block: Block) -> int:
-    """Tokens that were traced: rows of the products outside of experts."""
-    return max((product.m for product in sums_of(block).products if not product.experts), default=1)
-
-
-def cache_bytes_per_token(block: Block, work: ModelWork, recipe: Recipe) -> float:
-    """Bytes of keys and values of one token of one layer on one rank; heads are divided as far as there are any."""
-    shares = min(recipe.tp, block.most_shares) if any(one.cut for one in sums_of(block).attentions) else 1
-    return cache_elements(block) / (work.samples * work.tokens) / shares * recipe.precision.compute
-
-
 def _cache_bytes(block: Block, setting: Setting, rows: float, context: float) -> float:
-    return rows * context * cache_bytes_per_token(block, setting.work, setting.recipe)
+    """Bytes of keys and values of one layer on one rank; heads are divided as far as there are any."""
+    work, recipe = setting.work, setting.recipe
+    shares = min(recipe.tp, block.most_shares) if any(one.cut for one in sums_of(block).attentions) else 1
+    tokens = rows * context / (work.samples * work.tokens)
+    return tokens * cache_elements(block) / shares * recipe.precision.compute
 
 
 def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:

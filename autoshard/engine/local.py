@@ -143,10 +143,6 @@ class Sums:
     logits: int
     lookups: int
 
-    def kept_of(self, *, fused: bool) -> Volume:
-        """What a layer keeps without recomputation."""
-        return self.kept_fused if fused else self.kept
-
 
 def sums_of(block: Block) -> Sums:
     """Sum a block up, once."""

@@ -175,7 +175,7 @@ def _all_kept(block: Block, share: Share, recipe: Recipe) -> float:
     if recipe.hand_fused:
         scores = SCORE_BYTES * _scores(block, share) if recipe.unfused_attention else 0.0
         return sums.regathered.on(share) + scores
-    return sums.kept_of(fused=recipe.stack == "compiled").on(share)
+    return (sums.kept_fused if recipe.stack == "compiled" else sums.kept).on(share)
 
 
 def _scores(block: Block, share: Share) -> float:

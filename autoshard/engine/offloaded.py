@@ -83,11 +83,6 @@ class Steady:
     seconds: float
     busy: Mapping[str, float]
 
-    @property
-    def least_seconds(self) -> float:
-        """What no pass can be shorter than: all that computes, all that one link brings, all that the disk gives."""
-        return max(self.busy.values())
-
 
 def offloaded_program(pieces: Sequence[Piece], fetches: Sequence[Fetch], passes: int) -> tuple[list[Task], list[int]]:
     """The tasks of some passes, and the number of the last one of each; fetches are named by their numbers.
@@ -154,7 +149,7 @@ def estimate_offloaded(plan: Plan, profile: Profile, cluster: Cluster, moves: Fl
         streaming=Streaming(
             links=_links(timed, graph, cluster),
             compute_seconds=steady.busy["compute"],
-            bound_seconds=steady.least_seconds,
+            bound_seconds=max(steady.busy.values()),
             stall_seconds=max(0.0, steady.seconds - steady.busy["compute"]),
         ),
     )

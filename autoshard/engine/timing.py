@@ -176,21 +176,15 @@ _LATEST = Latest[np.ndarray]()
 
 def op_seconds(profile: Profile, device: Device) -> np.ndarray:
     """Return the roofline seconds of every op of the graph on a device; the array must not be written."""
-    return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), lambda: _op_seconds(profile, device))
 
+    def worked_out() -> np.ndarray:
+        flops = np.array([op.flops for op in profile.graph.ops], np.float64)
+        flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0  # which a pass does not have
+        found = roofline(flops, np.array(profile.op_bytes, np.float64), profile.op_dtypes, device)
+        found.setflags(write=False)
+        return found
 
-def _op_seconds(profile: Profile, device: Device) -> np.ndarray:
-    moved = np.array(profile.op_bytes, np.float64)
-    found = roofline(counted_flops(profile), moved, profile.op_dtypes, device)
-    found.setflags(write=False)
-    return found
-
-
-def counted_flops(profile: Profile) -> np.ndarray:
-    """Return the FLOPs of every op of the graph, 0 for those that a pass does not have."""
-    flops = np.array([op.flops for op in profile.graph.ops], np.float64)
-    flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0
-    return flops
+    return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), worked_out)
 
 
 def roofline(flops: np.ndarray, moved: np.ndarray, dtypes: Sequence[str], device: Device) -> np.ndarray:

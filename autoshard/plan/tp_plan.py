@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autoshard.common.module_paths import join, parent
+from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import PlanError
 from autoshard.plan.sharding import Cut, Shard, Whole
 
@@ -148,7 +148,7 @@ def wanted_dims(tp_plan: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
         if not isinstance(key, str) or not isinstance(style, str):
             raise PlanError(f"a tp_plan is a dict such as {{'layers.*.mlp.up': 'colwise'}}, found {key!r}: {style!r}.")
         names = [name for name in shapes if matches(key, name) or matches(key, parent(name))]
-        within = [name for name in shapes if any(matches(key, path) for path in _above(name))]
+        within = [name for name in shapes if any(matches(key, path) for path in (name, *filter(None, above(name))))]
         if not within:
             raise PlanError(f"the tp_plan names {key!r}, and no module or parameter of this model matches it.")
         for name in names:
@@ -158,8 +158,3 @@ def wanted_dims(tp_plan: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]
         if not names:
             cut_dim(style, 2)  # a style that is not known
     return wanted
-
-
-def _above(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]

@@ -229,8 +229,10 @@ def _entries(placements: Mapping[str, str], subject: str) -> dict[str, str]:
 
 def _moved(plan: Plan, profile: Profile, subject: str, device: str) -> Plan:
     """The plan with one module elsewhere; an entry around it is taken apart."""
-    names = [tensor.name for tensor in profile.graph.tensors]
-    devices_of_it = {name: device if is_below(name, subject) else _device_of(plan.placements, name) for name in names}
+    names, here = [tensor.name for tensor in profile.graph.tensors], plan.placements
+    devices_of_it = {
+        name: device if is_below(name, subject) else here[covering_entry(here, name) or ""] for name in names
+    }
     return replace(plan, placements=collapse(devices_of_it, profile.graph))
 
 
@@ -241,10 +243,6 @@ def _where(subject: str, devices_of_it: list[str], placed: Mapping[str, str], si
         inside = f", as all of {by or 'the model'}" if is_below(subject, by) and by != subject else ""
         return f"{name} ({format_bytes(size)}) is on {devices_of_it[0]}{inside}."
     return f"{name} ({format_bytes(size)}) is spread over {', '.join(devices_of_it)}, in {len(placed)} parts."
-
-
-def _device_of(placements: Mapping[str, str], name: str) -> str:
-    return placements[covering_entry(placements, name) or ""]
 
 
 def _offloaded(plan: Plan, subject: str) -> Iterator[str]:

@@ -45,7 +45,7 @@ def make_order(
     rows = []
     for device in range(num_devices):
         if schedule == "gpipe":
-            row = _gpipe(device, num_microbatches)
+            row = [PipeAction(kind, device, i) for kind in ("F", "B") for i in range(num_microbatches)]
         elif schedule == "1f1b":
             row = _one_forward_one_backward(device, min(num_microbatches, num_devices - device), num_microbatches)
         else:
@@ -78,11 +78,6 @@ def check_schedule(
                 f'the schedule "{schedule}" runs {num_microbatches} micro-batches on {num_devices} devices in {rounds} '
                 f"rounds, and they must be equal: use a multiple of {rounds}, such as {rounds * num_devices}."
             )
-
-
-def _gpipe(device: int, microbatches: int) -> list[PipeAction]:
-    forwards = [PipeAction("F", device, i) for i in range(microbatches)]
-    return forwards + [PipeAction("B", device, i) for i in range(microbatches)]
 
 
 def _one_forward_one_backward(device: int, ahead: int, microbatches: int) -> list[PipeAction]:

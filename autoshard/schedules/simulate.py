@@ -102,7 +102,9 @@ def simulate(order: Order, times: Times) -> Simulated:
             for next_action in _enables(action, last):
                 there, done = next_action.stage % devices, end
                 if there != device:
-                    seconds = (times.returns if next_action.kind == "I" else times.sends)[_border(action, next_action)]
+                    seconds = (times.returns if next_action.kind == "I" else times.sends)[
+                        min(action.stage, next_action.stage)
+                    ]
                     start = max(end, link_free.get((device, there), 0.0))
                     done = link_free[device, there] = start + seconds
                     sent.append(Sent(device, there, action, start, done))
@@ -139,7 +141,3 @@ def _enables(action: PipeAction, last: int) -> tuple[PipeAction, ...]:
         return ()
     own = (PipeAction("W", stage, microbatch),) if kind == "I" else ()
     return (*own, PipeAction("I", stage - 1, microbatch)) if stage else own
-
-
-def _border(action: PipeAction, following: PipeAction) -> int:
-    return min(action.stage, following.stage)

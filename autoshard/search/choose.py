@@ -19,7 +19,6 @@ from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.memory import RecipeEstimate
-from autoshard.engine.recipe import Recipe
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
@@ -86,7 +85,8 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
     assert best is not None
-    if _is_plain(best.recipe) and not forced and not task.new_tokens:
+    plain = best.recipe.devices == 1 and best.recipe.recompute == "none" and best.recipe.num_microbatches == 1
+    if plain and not forced and not task.new_tokens:
         return None  # one process on one device is placed by what counts its bytes exactly
     profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_recipe(plan, best.recipe, task, cluster)
@@ -127,11 +127,6 @@ def _asked_for(asked: Asked) -> bool:
             f"{asked.one_process_alone} is for one process, and a process per device was asked for. Leave it out."
         )
     return forced
-
-
-def _is_plain(recipe: Recipe) -> bool:
-    """Whether one device runs the whole batch at once and keeps all activations."""
-    return recipe.devices == 1 and recipe.recompute == "none" and recipe.num_microbatches == 1
 
 
 def _fastest(cluster: Cluster) -> Cluster:

@@ -1,7 +1,8 @@
 """Every strategy and every peer on the same model and devices, in one table."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from functools import partial
 
 from autoshard.engine.pricer import price
 from autoshard.errors import PlanError, SpecError
@@ -22,7 +23,7 @@ def compare_all(request: Request) -> Comparison:
     stated = dataclasses.replace(request.profile.workload, assumed=False)
     profile = dataclasses.replace(request.profile, workload=stated)
     request = dataclasses.replace(request, profile=profile)
-    named = [Candidate(name=name, make=_placing(request, name)) for name in PLACING]
+    named = [Candidate(name=name, make=partial(place, request, name)) for name in PLACING]
     every = candidates_of(request)
     if "column-parallel" not in [one.name for one in every]:  # one process runs all ranks, but not at once, as priced
         named.insert(0, Candidate(name="column-parallel", make=lambda: cut(request), usable=False))
@@ -32,10 +33,6 @@ def compare_all(request: Request) -> Comparison:
     if written:
         theirs.append(_cut_as_written(request, written))
     return dataclasses.replace(ours, peers=tuple(theirs))
-
-
-def _placing(request: Request, strategy: str) -> Callable[[], Plan]:
-    return lambda: place(request, strategy)
 
 
 def _priced(peer: PeerMap, request: Request) -> Alternative:

@@ -153,7 +153,8 @@ def check_given(given: Asked, limits: Limits, devices: int) -> None:
     if mesh:
         size = prod(degree for name, degree in mesh.items() if name != "ep")
         if size != devices:
-            near = f" fsdp={devices // (size // mesh.get('fsdp', 1))} would." if _fills(mesh, size, devices) else ""
+            fsdp, left = divmod(devices, size // mesh.get("fsdp", 1))
+            near = f" fsdp={fsdp} would." if not left else ""
             raise PlanError(
                 f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
                 f"must multiply to {devices}.{near}"
@@ -196,10 +197,6 @@ def check_given(given: Asked, limits: Limits, devices: int) -> None:
             f"{replicas} replicas need at least as many samples, and the batch has {limits.samples}. "
             f"Give --batch {replicas} or more."
         )
-
-
-def _fills(mesh: Mapping[str, int], size: int, devices: int) -> bool:
-    return devices % (size // mesh.get("fsdp", 1)) == 0
 
 
 def _check_tensor(degree: int, limits: Limits) -> None:

@@ -8,7 +8,7 @@ request ─▶ limits, given ───┘
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -100,17 +100,12 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
         raise PlanError(refuse(task, found, cluster))
     plan = write_plan(traced, cluster, asked, found.best.recipe)
     *why, start = explain(task, found)
-    more = *_of_unequal(cluster), *_if_changed(traced, cluster, asked, task, found.best)
+    if unequal := unequal_reason(cluster):
+        why.append(f"{unequal}; ranks have equal parts, so each is planned with the least speed and memory of all")
+    more = tuple(_if_changed(traced, cluster, asked, task, found.best))
     divided = plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
     word = [ASSUMED] if asked.assume_independent_rows and divided else []
     return replace(plan, reasons=(*word, *why, *more, start)), found, task
-
-
-def _of_unequal(cluster: Cluster) -> Iterator[str]:
-    """What is not used of unequal devices, in words."""
-    why = unequal_reason(cluster)
-    if why is not None:
-        yield f"{why}; ranks have equal parts, so each is planned with the least speed and memory of all"
 
 
 def _if_changed(
@@ -138,6 +133,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
     trained = traced.workload.training and (recipe.devices > 1 or recipe.recompute != "none")
     layers = _gathered(traced) if trained and (recipe.pp > 1 or not stages) else []
     name = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
+    degrees: dict[str, Any] = dict(recipe.mesh)
     if traced.workload.training:
         name = training_precision(asked.precision, name)[0]
     return Plan(
@@ -149,7 +145,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         num_microbatches=recipe.num_microbatches,
         schedule=recipe.schedule if recipe.pp > 1 else "none",
         fingerprint=traced.graph.fingerprint,
-        mesh=mesh_of(recipe),
+        mesh=Mesh(**degrees, stages_outermost=recipe.pp > 1 and recipe.replicas > 1),  # as they are priced
         stages=stages,
         layers=tuple(layers),
         launch="processes" if recipe.devices > 1 else "one-process",
@@ -164,12 +160,6 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
 def is_compiled(asked: Asked, workload: Workload) -> bool:
     """Whether modules are compiled: as asked, else where new tokens are generated."""
     return bool(workload.new_tokens) if asked.compiled is None else asked.compiled
-
-
-def mesh_of(recipe: Recipe) -> Mesh:
-    """The degrees of a recipe, whose stages are on hosts of their own first, as they are priced."""
-    degrees = {name: getattr(recipe, name) for name in ("dp", "fsdp", "tp", "pp", "cp", "ep")}
-    return Mesh(**degrees, stages_outermost=recipe.pp > 1 and recipe.replicas > 1)
 
 
 def strategy_of(recipe: Recipe) -> str:

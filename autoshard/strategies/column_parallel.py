@@ -156,7 +156,7 @@ def _that_pays(task: CutTask, found: Choice) -> Choice:
 def _device_sets(task: CutTask, degree: int | None) -> Iterator[tuple[Device, ...]]:
     """Sets of devices worth a look, in the cluster's order: the fastest, the fastest of one host, the largest."""
     devices = task.cluster.devices
-    orders = [sorted(devices, key=lambda device: _seconds_alone(task.profile, device))]
+    orders = [sorted(devices, key=lambda device: op_seconds(task.profile, device).sum())]
     orders += [[one for one in orders[0] if one.host == host] for host in dict.fromkeys(one.host for one in devices)]
     orders.append(sorted(devices, key=lambda device: -device.budget_bytes))
     most = min(len(devices), MOST_DEGREE)
@@ -165,11 +165,6 @@ def _device_sets(task: CutTask, degree: int | None) -> Iterator[tuple[Device, ..
         sets = dict.fromkeys(frozenset(one.name for one in order[:count]) for order in orders if len(order) >= count)
         for names in sets:
             yield tuple(device for device in devices if device.name in names)
-
-
-def _seconds_alone(profile: Profile, device: Device) -> float:
-    """Seconds of the ops of the model on one device."""
-    return float(op_seconds(profile, device).sum())
 
 
 def _alone(task: CutTask) -> Choice | None:

@@ -163,7 +163,8 @@ def explained(comparison: Comparison) -> Plan:
         if row is chosen:
             continue
         if row.plan is None:
-            reasons.append(f"{row.name} is not possible: {_first_sentence(row.refused)}")
+            wrong = row.refused.split(". ")[0].rstrip(".")  # without what could be done about it
+            reasons.append(f"{row.name} is not possible: {wrong}")
         else:
             reasons.append(f"not chosen: {row.name}: {_figure(row, comparison)}")
     reasons.append(f"chosen: {chosen.name}: {_figure(chosen, comparison)}")
@@ -198,8 +199,3 @@ def _shown(value: float, objective: str, answers: bool) -> str:
         return f"{value:.2%} of the fullest device's memory"
     each, between = ("per answer", "between answers") if answers else ("per pass", "between passes")
     return f"{format_seconds(value)} {each if objective == 'latency' else between}"
-
-
-def _first_sentence(text: str) -> str:
-    """What went wrong, without what could be done about it."""
-    return text.split(". ")[0].rstrip(".")

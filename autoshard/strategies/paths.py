@@ -20,6 +20,7 @@ def pins_of_units(
     there.
     """
     found: dict[int, tuple[int, int]] = {}
+    tensors = {tensor.name for tensor in graph.tensors}
     for path, device in pins.items():
         if device not in devices:
             raise SpecError(
@@ -30,10 +31,10 @@ def pins_of_units(
         touched = [
             unit
             for unit, of_unit in enumerate(paths)
-            if any(is_below(own, path) or _holds(own, path, graph) for own in of_unit)
+            if any(is_below(own, path) or (own == parent(path) and path in tensors) for own in of_unit)
         ]
         if not touched and path not in {module.path for module in graph.modules}:
-            names = [module.path for module in graph.modules] + [tensor.name for tensor in graph.tensors]
+            names = [*(module.path for module in graph.modules), *tensors]
             near = difflib.get_close_matches(path, names, n=1)
             raise SpecError(
                 f"{path!r} is pinned to {device}, but the model has no module or tensor of that name."
@@ -43,11 +44,6 @@ def pins_of_units(
             if unit not in found or depth > found[unit][0]:
                 found[unit] = depth, list(devices).index(device)
     return {unit: device for unit, (_, device) in sorted(found.items())}
-
-
-def _holds(unit_path: str, name: str, graph: ModelGraph) -> bool:
-    """True if `name` is a tensor of the module `unit_path`."""
-    return parent(name) == unit_path and any(tensor.name == name for tensor in graph.tensors)
 
 
 def collapse(device_of: Mapping[str, str], graph: ModelGraph) -> dict[str, str]:
