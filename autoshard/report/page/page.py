@@ -88,7 +88,7 @@ def make_page(
         priced_how=_priced_how(plan),
         alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan),
         why=[as_sentence(reason) for reason in dict.fromkeys(reasons) if reason != start],
-        efficiency=efficiency(plan), formulas=formulas(plan), notes=list(dict.fromkeys(every)),
+        efficiency=efficiency(plan), notes=list(dict.fromkeys(every)),
         hardware=device_table(cluster, sources=True),
         links=Table(label="Links", columns=LINKS, rows=link_rows(cluster)),
         plan_json=plan.to_json(),
@@ -294,19 +294,6 @@ def _decisions(plan: Plan) -> tuple[object, ...]:
 
 
 # ---- what figures rest on
-
-FORMULAS = (
-    ("Seconds of an op", "max(FLOPs ÷ rate of its dtype, bytes moved ÷ memory bandwidth) + launch time"),
-    ("Seconds of a copy", "latency of the link + bytes ÷ its bandwidth"),
-    ("Seconds of the optimizer", "bytes it reads and writes ÷ memory bandwidth"),
-    ("Peak memory", "tensors alive at the fullest moment of the recorded run, in the allocator's blocks, + overhead"),
-    ("Lower bound", "every op on the device that is fastest for it, copies free, memory without end"),
-)
-
-
-def formulas(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """What a plan of one process is priced by; for processes there is more to it."""
-    return () if plan.launch else FORMULAS
 
 
 def efficiency(plan: Plan) -> str:
