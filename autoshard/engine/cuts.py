@@ -77,12 +77,9 @@ def estimate_cuts(plan: Plan, profile: Profile, cluster: Cluster, *, tracer: "Tr
         notes += (f"In {shown}{more} activations are counted whole and collectives not: the cut can't be followed.",)
     return Estimate(
         devices=devices,
-        transfers=(),
         objective=plan.objective,
         latency_seconds=latency,
         bottleneck_seconds=latency,
-        lower_bound_seconds=0.0,
-        gap=0.0,
         notes=notes,
         collective_seconds=seconds,
         all_reduces=len(together) - gathers,

@@ -235,12 +235,12 @@ class Estimate:
     """
 
     devices: tuple[DeviceEstimate, ...]
-    transfers: tuple[Transfer, ...]
+    transfers: tuple[Transfer, ...] = ()
     objective: str
     latency_seconds: float
     bottleneck_seconds: float
-    lower_bound_seconds: float
-    gap: float
+    lower_bound_seconds: float = 0.0
+    gap: float = 0.0
     mixed_device: tuple[str, ...] = ()
     written_back: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()

@@ -56,8 +56,6 @@ def estimate_placed(profile: Profile, cluster: Cluster, moves: Flow, objective: 
         objective=objective,
         latency_seconds=sum(row.compute_seconds for row in devices) + sum(one.seconds for one in transfers),
         bottleneck_seconds=max(row.compute_seconds + row.transfer_seconds for row in devices),
-        lower_bound_seconds=0.0,
-        gap=0.0,
         mixed_device=moves.mixed_device,
         written_back=moves.written_back,
         notes=profile.graph.notes,

@@ -46,12 +46,9 @@ def estimate_recipe(plan: Plan, recipe: Recipe, task: SearchTask, cluster: Clust
     classes = equal_ranks(ranks)
     return Estimate(
         devices=tuple(_device(device, rank_of.get(device.name)) for device in cluster.devices),
-        transfers=(),
         objective=plan.objective,
         latency_seconds=found.seconds,
         bottleneck_seconds=found.seconds,
-        lower_bound_seconds=0.0,
-        gap=0.0,
         tokens_per_second=found.tokens_per_second,
         prompt_seconds=found.prompt_seconds if task.new_tokens else 0.0,
         token_seconds=found.token_seconds if task.new_tokens else 0.0,

@@ -29,7 +29,6 @@ class Largest(Generic[Made]):
     size: int
     made: Made
     trials: tuple[tuple[int, float | None], ...]
-    stopped_by: str
 
     def reason(self, vary: str) -> str:
         """What a plan of this size says of it; `vary`: "batch_size" or "sequence_length"."""
@@ -48,7 +47,6 @@ def largest(
     """
     trials: list[tuple[int, float | None]] = []
     fits: dict[int, float] = {}
-    why = ""
 
     def attempt(count: int) -> Made:
         try:
@@ -69,11 +67,11 @@ def largest(
             count = guess if guess < high and len(trials) % 2 else (low + high) // 2
         try:
             made, low = attempt(count), count
-        except AutoshardError as error:
-            high, why = count, str(error)
+        except AutoshardError:
+            high = count
     if trials[-1][0] != low * step:  # callers keep what was measured last
         made, _ = make(low * step)
-    return Largest(size=low * step, made=made, trials=tuple(trials), stopped_by=why)
+    return Largest(size=low * step, made=made, trials=tuple(trials))
 
 
 def _where_full(fits: dict[int, float]) -> int:
