@@ -1,6 +1,6 @@
 """What autograd keeps of a layer for its backward, and what a compiler makes again instead."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from autoshard.engine.blocks import Block, OpWork, TensorPart
@@ -19,29 +19,23 @@ LAYER_WEIGHTS = 4
 
 
 def kept_parts(block: Block, *, fused: bool) -> dict[int, TensorPart]:
-    """Activations of one layer that are kept for its backward, by storage.
+    """Activations of one layer that are kept for its backward, by storage: what the derivative of each op reads.
 
-    `fused`: a compiler recomputes in backward what element-wise ops made, where what they read is kept anyway or is no
-    larger; else each op keeps what its derivative reads.
+    `fused`: a compiler makes again in backward what element-wise ops made, out of what they read of others.
     """
+
+    def is_cheap(op: OpWork) -> bool:
+        return fused and op.kind == "other" and not op.free
+
+    made_again = {part.storage for op in block.ops if is_cheap(op) for part in op.outputs}
     needed: dict[int, TensorPart] = {}
     for op in block.ops:
-        for part in _read_by_derivative(op):
+        for part in op.inputs if is_cheap(op) else _read_by_derivative(op):
             known = needed.get(part.storage)
-            if part.batch and not part.weight and part.itemsize > 1 and (known is None or known.numel < part.numel):
+            kept = part.batch and not part.weight and part.itemsize > 1 and part.storage not in made_again
+            if kept and (known is None or known.numel < part.numel):
                 needed[part.storage] = part
-    if not fused:
-        return needed
-    made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
-    kept = {storage: part for storage, part in needed.items() if _is_source(made_by.get(storage))}
-    for storage, part in needed.items():
-        if storage not in kept:
-            missing = {one.storage: one for one in _sources(part, made_by) if one.storage not in kept}
-            if sum(one.numel for one in missing.values()) < part.numel:
-                kept.update(missing)
-            else:
-                kept[storage] = part
-    return kept
+    return needed
 
 
 def _read_by_derivative(op: OpWork) -> Iterator[TensorPart]:
@@ -64,29 +58,6 @@ def _read_by_derivative(op: OpWork) -> Iterator[TensorPart]:
         yield from op.inputs
     elif op.name.startswith(KEEPS_OUTPUTS):
         yield from op.outputs
-
-
-def _is_source(op: OpWork | None) -> bool:
-    """Whether an op is too dear to be run again: a product, or what another block did."""
-    return op is None or op.kind in ("matmul", "attention", "lookup")
-
-
-def _sources(part: TensorPart, made_by: Mapping[int, OpWork]) -> list[TensorPart]:
-    """What a tensor can be computed from again by element-wise ops."""
-    found: dict[int, TensorPart] = {}
-    seen: set[int] = set()
-    waiting = [part]
-    while waiting:
-        one = waiting.pop()
-        if one.storage in seen:
-            continue
-        seen.add(one.storage)
-        op = made_by.get(one.storage)
-        if _is_source(op):
-            found[one.storage] = one
-        elif op is not None:
-            waiting += [given for given in op.inputs if given.batch and not given.weight]
-    return list(found.values())
 
 
 def selective_parts(block: Block) -> list[TensorPart]:

@@ -141,7 +141,6 @@ class Sums:
     regathered: Volume
     widest: Volume
     logits: int
-    lookups: int
 
 
 def sums_of(block: Block) -> Sums:
@@ -179,10 +178,9 @@ def _sums(block: Block) -> Sums:
         kept=volume_of((part for key, part in kept.items() if key not in columns), columns.values()),
         kept_fused=volume_of((part for key, part in kept_fused.items() if key not in columns), columns.values()),
         selective=volume_of(selective_parts(block)),
-        regathered=volume_of(kept_fused.values()),
+        regathered=volume_of(kept.values()),
         widest=volume_of(sorted(made, key=lambda part: -part.numel * part.itemsize)[:2]),
         logits=logits,
-        lookups=sum(part.numel for op in block.ops if op.kind == "lookup" for part in op.inputs if part.weight),
     )
 
 
