@@ -12,29 +12,29 @@ over several cards as in NCCL's documentation of its bus bandwidth.
 """
 
 from dataclasses import dataclass
-from math import ceil, inf, log2
+from math import ceil, log2
 
 from autoshard.cluster.topology import Group, Topology
+from autoshard.engine.efficiency import Efficiency
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """A topology with the parts of its bandwidths that collectives reach; `network_limit` bytes per second at most."""
+    """A topology, and what collectives reach of its bandwidths."""
 
     topology: Topology
-    local_efficiency: float = 0.8
-    network_efficiency: float = 0.8
-    network_limit: float = inf
+    reached: Efficiency
 
     @property
     def local(self) -> float:
         """Bytes per second of one device inside of its host, as collectives reach it."""
-        return self.topology.local_bytes_per_second * self.local_efficiency
+        return self.topology.local_bytes_per_second * self.reached.local
 
     @property
     def between(self) -> float:
         """Bytes per second of one device's part of the network, as collectives reach it."""
-        return min(self.topology.network_bytes_per_second * self.network_efficiency, self.network_limit)
+        reached = self.reached
+        return min(self.topology.network_bytes_per_second * reached.network, reached.network_limit)
 
     def all_gather(self, group: Group, nbytes: float) -> float:
         """Seconds until each rank has a tensor of `nbytes` bytes, of which each has an equal part."""

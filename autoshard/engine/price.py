@@ -51,16 +51,13 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
     if recipe.devices != topology.devices:
         raise SpecError(f"the mesh has {recipe.devices} ranks, and the cluster {topology.devices} devices.")
     reached = efficiency_of(card.generation, recipe.stack)
-    network = Network(
-        topology=topology, local_efficiency=reached.local, network_efficiency=reached.network,
-        network_limit=reached.network_limit,
-    )  # fmt: skip
     itemsize = next((block.itemsize for block in work.blocks if block.layer), recipe.precision.compute)
     share = Share(
         samples=recipe.micro_batch / work.samples, cp=recipe.cp, tp=recipe.tp, length=length, ep=recipe.ep,
         sequence_parallel=recipe.sequence_parallel, expert_tp=recipe.expert_tp,
         scale=recipe.precision.compute / itemsize,
     )  # fmt: skip
+    network = Network(topology=topology, reached=reached)
     return Setting(work=work, recipe=recipe, card=card, network=network, reached=reached, share=share)
 
 
@@ -244,11 +241,10 @@ def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     gather, reduce = _sharding_seconds(setting, block)
     inner = tensor_seconds(setting, block) + context_seconds(setting, block)
     routed = expert_seconds(setting, block)
-    busiest = recipe.imbalance if block.experts and recipe.ep > 1 else 1.0
-    ahead = _slowed(seconds.forward * busiest, gather, slow) + inner + routed
+    ahead = _slowed(seconds.forward, gather, slow) + inner + routed
     repeated = inner + routed if recipe.recompute == "full" and block.recomputes else 0.0
     kept = recipe.stays_whole or not recipe.reshard or not block.layer
-    back = _slowed((seconds.backward + again) * busiest, gather + reduce, slow) + inner + routed + repeated
+    back = _slowed(seconds.backward + again, gather + reduce, slow) + inner + routed + repeated
     return (
         Layer(name=block.path, compute=ahead, inner=inner + routed, gather=gather),
         Layer(
@@ -318,7 +314,7 @@ def expert_seconds(setting: Setting, block: Block) -> float:
     recipe, share = setting.recipe, setting.share
     if recipe.ep < 2 or not block.routed_elements:
         return 0.0
-    nbytes = block.routed_elements * share.rows * recipe.precision.compute * recipe.imbalance
+    nbytes = block.routed_elements * share.rows * recipe.precision.compute
     if recipe.sequence_parallel:
         nbytes /= recipe.tp
     stride = recipe.tp if recipe.expert_tp == recipe.tp else 1

@@ -35,7 +35,6 @@ class Recipe:
         balanced_stages: stages are divided where their products are as many, those of the loss counted; else each has
             as many layers.
         kept_layers: layers at the end of each stage that are not recomputed, whatever `recompute` says.
-        imbalance: tokens of the busiest rank's experts over those of the mean.
     """
 
     dp: int = 1
@@ -61,7 +60,6 @@ class Recipe:
     sequence_parallel: bool = True
     zero: int = 0
     reshard: bool = True
-    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
         for axis, degree in self.mesh.items():

@@ -108,7 +108,7 @@ def test_no_adapter_is_filled_above_the_limit():
                 hosts=2, devices_per_host=8, local_bytes_per_second=450e9, network_bytes_per_second=rate,
                 network_latency_seconds=0.0, local_latency_seconds=0.0,
             ),
-            network_efficiency=reached.network, network_limit=reached.network_limit,
+            reached=reached,
         ).between
         for rate in (12.5e9, 50e9, 100e9)
     )  # fmt: skip
