@@ -258,20 +258,17 @@ class _Blocks:
 
 
 class _Pattern:
-    """What was found in one block, for all that look the same: values and ops by their place in it."""
+    """What was found in one block, for all that look the same: values by their place in it."""
 
     def __init__(self, blocks: _Blocks, block: str, found: CutTrace) -> None:
         self.blocks, self.found = blocks, found
-        place = {op: at for at, op in enumerate(blocks.ops[block])}
         self.values = [blocks.numbers[block][value] for value in found.parts]
-        self.ops = [place[one.op] for one in found.collectives]
 
     def add_to(self, traced: CutTrace, block: str) -> None:
         """Note the same of a block."""
-        values, ops = list(self.blocks.numbers[block]), self.blocks.ops[block]
+        values = list(self.blocks.numbers[block])
         traced.parts.update(zip(map(values.__getitem__, self.values), self.found.parts.values(), strict=True))
-        here = zip(self.found.collectives, self.ops, strict=True)
-        traced.collectives += [replace(one, op=ops[at], block=block) for one, at in here]
+        traced.collectives += self.found.collectives
         traced.unshardable += [block] * len(self.found.unshardable)
 
 
@@ -299,8 +296,7 @@ def _trace(
             continue
         if value in blocks.leaving:
             if maker < begin and maker not in uncounted:
-                nbytes = graph.values[value].nbytes
-                traced.collectives.append(Collective(op=maker, block=block, gathers=True, nbytes=nbytes))
+                traced.collectives.append(Collective(gathers=True, nbytes=graph.values[value].nbytes))
             continue
         whole = max(prod(graph.values[value].shape), 1)
         sizes = [prod(local_size(axis, {factor: share}) for axis in axes) / whole for share in cut.shares]
@@ -315,6 +311,6 @@ def _trace(
             place = relative(graph.calls[graph.ops[op].call].path, block), name_of(graph.ops[op])
             added = cut.degree if place in little else 0
             traced.collectives += [
-                Collective(op=op, block=block, gathers=added > 0, nbytes=nbytes * max(added, 1), added=added)
+                Collective(gathers=added > 0, nbytes=nbytes * max(added, 1), added=added)
                 for nbytes in [graph.values[value].nbytes for value in graph.ops[op].outputs[:1]]
             ]

@@ -9,7 +9,7 @@ A pass is lowered to a program (`programs`) of the estimate's own seconds and pl
 devices takes longer than they do, they wait for it ("launch"). Neighbouring ops of one module are one event.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import ceil
@@ -18,10 +18,8 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.cluster.cluster import Cluster
-from autoshard.common.module_paths import above
-from autoshard.engine.cuts import OUTSIDE, local_profile, trace_cuts
+from autoshard.engine.cuts import Tracer, estimate_cuts, local_profile
 from autoshard.engine.estimate import Event, Transfer, waiting
-from autoshard.engine.links import Collective
 from autoshard.engine.offloaded import (
     PASSES,
     Piece,
@@ -173,51 +171,28 @@ def optimizer_events(profile: Profile, cluster: Cluster, moves: Flow) -> list[Ev
 
 
 def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
-    """Ranks side by side: part by part every rank computes, then all of them do what comes after it together."""
+    """Ranks side by side: every rank computes, then all of them together add up and put together.
+
+    One process runs its ranks one after another, so that where in a pass they meet says little.
+    """
+    tracer, lanes = Tracer(profile.graph), _Lanes()
+    estimate, traced = estimate_cuts(plan, profile, cluster, tracer=tracer), tracer.trace(plan.cuts)
+    computing = {device.name: device.compute_seconds for device in estimate.devices}
     names = [device.name for device in plan.devices]
-    check_devices(names, cluster, "cuts the model over")
-    graph = profile.graph
-    traced = trace_cuts(graph, plan.cuts)
-    after: dict[int, list[Collective]] = {}
-    for collective in traced.collectives:
-        after.setdefault(collective.op + 1, []).append(collective)
-        if profile.workload.training:
-            after.setdefault(_backward_end(graph, collective), []).append(collective.backward)
-    bounds = sorted(after)
-    parts: dict[str, list[list[Event]]] = {name: [[] for _ in range(len(bounds) + 1)] for name in names}
     for rank, name in enumerate(names):
-        local = local_profile(profile, traced, rank)
-        moves = flow(local.graph, {"": name})
-        for begin, event in runs(local, cluster, moves.devices, moves.op_device, bounds):
-            parts[name][bisect_right(bounds, begin)] += [event] if event.end_seconds else []
-        parts[name][-1] += optimizer_events(local, cluster, moves)
-    lanes = _Lanes()
-    for number in range(len(bounds) + 1):
-        for name in names:
-            for event in parts[name][number]:
-                lanes.add(event)
-        for collective in after[bounds[number]] if number < len(bounds) else ():
-            seconds, kind = collective.seconds(cluster, names), "all-gather" if collective.gathers else "all-reduce"
-            before = lanes.ends()
-            for name in names:
-                lanes.add(
-                    Event(
-                        device=name, kind=kind, end_seconds=seconds, nbytes=collective.nbytes, label=collective.block
-                    ),
-                    before,
-                )  # fmt: skip
+        lanes.compute(local_profile(profile, traced, rank), cluster, name, computing[name])
+    for kind in ("all-reduce", "all-gather"):
+        own = [one for one in traced.of_pass(profile.workload.training) if one.gathers == (kind == "all-gather")]
+        seconds, nbytes, before = (
+            sum(one.seconds(cluster, names) for one in own),
+            sum(one.nbytes for one in own),
+            lanes.ends(),
+        )
+        for name in names if own else ():
+            lanes.add(
+                Event(device=name, kind=kind, end_seconds=seconds, nbytes=nbytes, label=f"{len(own)} in all"), before
+            )
     return lanes.played()
-
-
-def _backward_end(graph: ModelGraph, collective: Collective) -> int:
-    """The op after the last backward op of the collective's block; the backward sums what the block let in."""
-    last = graph.backward_begin - 1
-    for op in range(len(graph.ops) - 1, graph.backward_begin - 1, -1):
-        path = graph.calls[graph.ops[op].call].path
-        if collective.block in (OUTSIDE, "", path) or collective.block in above(path):
-            last = op
-            break
-    return last + 1
 
 
 def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
@@ -232,10 +207,7 @@ def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
             lanes.add(copied(one, one.seconds), stream="copies")
     begin = lanes.ends()
     for replica in run.replicas:
-        totals = _kinds(profile, cluster, replica.name)
-        scale = replica.compute_seconds / (sum(totals.values()) or 1.0)
-        for kind, seconds in totals.items():
-            lanes.add(Event(device=replica.name, kind=kind, end_seconds=seconds * scale), begin)
+        lanes.compute(profile, cluster, replica.name, replica.compute_seconds, begin)
         if run.launch_seconds > replica.compute_seconds:
             lanes.add(waiting(replica.name, run.launch_seconds - replica.compute_seconds), begin)
     computed = lanes.ends()
@@ -274,6 +246,12 @@ class _Lanes:
         self.last[stream] = len(self.tasks)
         self.tasks.append(Task(name="", stream=stream, seconds=event.seconds, after=tuple(after)))
         self.drawn.append(event)
+
+    def compute(self, profile: Profile, cluster: Cluster, name: str, seconds: float, after: Sequence[int] = ()) -> None:
+        """Add what a device computes in so many seconds, by kind."""
+        totals = _kinds(profile, cluster, name)
+        for kind, part in totals.items():
+            self.add(Event(device=name, kind=kind, end_seconds=part * seconds / sum(totals.values())), after)
 
     def ends(self) -> tuple[int, ...]:
         """The last task of every stream."""

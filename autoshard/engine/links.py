@@ -42,13 +42,11 @@ def _slowest(cluster: Cluster, names: Sequence[str], nbytes: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """What ranks do together after op `op` of a forward, in a block: a tensor is summed, or put together.
+    """What ranks do together in a forward: a tensor is summed, or put together.
 
     `added`: so many tensors are put together to be added up, and `nbytes` is that of all; 0 for other collectives.
     """
 
-    op: int
-    block: str
     gathers: bool
     nbytes: int
     added: int = 0

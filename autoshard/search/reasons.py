@@ -1,4 +1,4 @@
-"""Reasons: what was chosen, why, the runner-up and by how much, what would change the answer, and how to start it."""
+"""Reasons: what was chosen, why, the runner-up and by how much, and how to start it; of a refusal, what was tried."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from autoshard.engine.memory import Memory, RecipeEstimate
 from autoshard.engine.precision import FEWER_BITS, PRECISIONS, inference_precision
 from autoshard.engine.recipe import Recipe
 from autoshard.plan.choices import Objective
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, is_run, part_of, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, is_run, search
 
 NO_LESS = 0.95
 """Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
@@ -44,7 +44,7 @@ def explain(task: SearchTask, found: Searched, *, instead_of: RecipeEstimate | N
             f"{shown_mesh(instead_of.recipe)} would take {format_seconds(instead_of.seconds)} instead of "
             f"{format_seconds(best.seconds)}: less than {WORTH_STARTING:g} times as fast; ask for it with --mesh",
         )
-    return (*reasons, *_others(task, found), *_what_would_change(task, best), launch_command(task, best.recipe))
+    return (*reasons, *_others(task, found), launch_command(task, best.recipe))
 
 
 def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
@@ -142,19 +142,6 @@ def beside(factor: float, goal: Objective) -> str:
 
 def _kind(recipe: Recipe) -> tuple[bool, ...]:
     return tuple(degree > 1 for degree in recipe.mesh.values())
-
-
-def _what_would_change(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
-    """Which larger device, if any, would save the recomputation."""
-    if not task.training or best.recipe.recompute == "none" or task.given.recompute or best.recipe.kept_layers:
-        return
-    larger = replace(task.card, memory_bytes=2 * task.card.memory_bytes)
-    same = replace(task.given, mesh=dict(best.recipe.mesh))
-    topology = part_of(task.topology, best.recipe.devices)
-    other = None if topology is None else search(replace(task, card=larger, given=same, topology=topology)).best
-    if other is not None and other.recipe.recompute != best.recipe.recompute:
-        saved = 1 - other.seconds / best.seconds
-        yield f"with twice the memory per device the same mesh would not recompute, and take {saved:.0%} less"
 
 
 def launch_command(task: SearchTask, recipe: Recipe) -> str:
