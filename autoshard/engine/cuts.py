@@ -119,11 +119,6 @@ def local_sizes(profile: Profile, traced: CutTrace, rank: int) -> tuple[Sizes, t
     return smaller_sizes(profile, parts), smaller
 
 
-def trace_cuts(graph: ModelGraph, cuts: Sequence[Cut]) -> CutTrace:
-    """Follow the axes of cut parameters through a recorded run, block by block. Raises `PlanError` for other models."""
-    return Tracer(graph).trace(cuts)
-
-
 class Tracer:
     """Follows cuts through one recorded run; what does not depend on the shares is worked out once."""
 

@@ -13,7 +13,7 @@ from autoshard.axes.groups import find_groups
 from autoshard.capture.capture import capture
 from autoshard.check.rank import LoneRank
 from autoshard.cluster.device import Device
-from autoshard.engine.cuts import estimate_cuts, local_profile, trace_cuts
+from autoshard.engine.cuts import Tracer, estimate_cuts, local_profile
 from autoshard.engine.links import all_gather_seconds, all_reduce_seconds
 from autoshard.engine.pricer import price
 from autoshard.errors import PlanError
@@ -140,7 +140,7 @@ def test_the_estimate_is_what_a_rank_measures(name, workload, shares):
     plan, posed = cut_plan(cuts, workload=workload), cluster(2)
     profile = autoshard.profile(model, inputs, workload=workload)
     found = estimate_cuts(plan, profile, posed)
-    traced = trace_cuts(profile.graph, cuts)
+    traced = Tracer(profile.graph).trace(cuts)
     handed_out = 12 * 96 * 4 if name == "words" else 0  # counts whole from where it is made, not from the gather on
     for rank in (0, 1):
         local = copy.deepcopy(model)

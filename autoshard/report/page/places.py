@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from autoshard.common.module_paths import above
-from autoshard.engine.cuts import trace_cuts
+from autoshard.common.module_paths import above, join
 from autoshard.plan import Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.profile.profile import Profile
@@ -23,7 +22,10 @@ class Places:
 def places_of(plan: Plan, profile: Profile) -> Places:
     """Add every tensor's bytes up the tree, storages once."""
     places, seen = Places(), set()
-    parts = trace_cuts(profile.graph, plan.cuts).parts if plan.cuts and not plan.launch else {}
+    names = (
+        set() if plan.launch else {join(b, shard.name) for cut in plan.cuts for b in cut.blocks for shard in cut.shards}
+    )
+    divided = {tensor.storage for tensor in profile.graph.tensors if tensor.name in names}
     for tensor in profile.graph.tensors:
         entry = covering_entry(plan.placements, tensor.name)
         device = "" if entry is None else plan.placements[entry]
@@ -32,6 +34,6 @@ def places_of(plan: Plan, profile: Profile) -> Places:
         for path in (tensor.name, *above(tensor.name)):
             held = places.devices.setdefault(path, {})
             held[device] = held.get(device, 0) + nbytes
-            if tensor.value in parts:
+            if tensor.storage in divided:
                 places.cut[path] = places.cut.get(path, 0) + nbytes
     return places
