@@ -79,12 +79,6 @@ class Links:
             found.setdefault(rounded(*self.rate(*pair)), []).append(pair)
         return found
 
-    def __len__(self) -> int:
-        return len(self._ends) * (len(self._ends) - 1)
-
-    def __iter__(self) -> Iterator[Link]:
-        return (self.between(*pair) for pair in self.pairs)
-
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Links):
             return NotImplemented

@@ -178,23 +178,15 @@ def op_seconds(profile: Profile, device: Device) -> np.ndarray:
     """Return the roofline seconds of every op of the graph on a device; the array must not be written."""
 
     def worked_out() -> np.ndarray:
-        flops = np.array([op.flops for op in profile.graph.ops], np.float64)
+        flops, moved = np.array([op.flops for op in profile.graph.ops], float), np.array(profile.op_bytes, float)
         flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0  # which a pass does not have
-        found = roofline(flops, np.array(profile.op_bytes, np.float64), profile.op_dtypes, device)
+        rates = {name: device.flops(name) for name in set(profile.op_dtypes)}
+        busy = np.maximum(flops / [rates[name] for name in profile.op_dtypes], moved / device.bytes_per_second)
+        found = np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
         found.setflags(write=False)
         return found
 
     return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), worked_out)
-
-
-def roofline(flops: np.ndarray, moved: np.ndarray, dtypes: Sequence[str], device: Device) -> np.ndarray:
-    """Return the seconds of ops ([…, ops]) that compute and move so much, in these dtypes; 0 where they do neither."""
-    names = sorted(set(dtypes))
-    code = {name: i for i, name in enumerate(names)}
-    rates = np.array([device.flops(name) for name in names] or [1.0])
-    rate = rates[np.array([code[name] for name in dtypes], np.int64)]
-    busy = np.maximum(flops / rate, moved / device.bytes_per_second)
-    return np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
 
 
 def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:

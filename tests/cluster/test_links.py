@@ -29,6 +29,9 @@ def test_other_links_stay(devices):
 
 def test_what_is_known_of_a_link_stays():
     cluster = parse_devices(TWO)
-    fast = {(one.source, one.destination): replace(one, latency_seconds=1e-5) for one in cluster.links}
+    fast = {
+        (one.source, one.destination): replace(one, latency_seconds=1e-5)
+        for one in map(cluster.link, *zip(*cluster.links.pairs, strict=True))
+    }
     known = cluster.with_known(fast)
     assert known.between_processes() is known

@@ -88,7 +88,8 @@ def test_bandwidth_inside_of_a_host(spec, gigabytes):
 def test_links_that_are_known_scale_the_topology():
     cluster = parse_devices("2 hosts of 2xH100-80GB")
     slow = {
-        (one.source, one.destination): replace(one, bytes_per_second=one.bytes_per_second / 4) for one in cluster.links
+        (one.source, one.destination): replace(one, bytes_per_second=one.bytes_per_second / 4)
+        for one in map(cluster.link, *zip(*cluster.links.pairs, strict=True))
     }
     usual, found = topology_of(cluster), topology_of(cluster.with_known(slow))
     assert found.local_bytes_per_second == pytest.approx(usual.local_bytes_per_second / 4)
@@ -140,7 +141,7 @@ def test_hundreds_of_devices_have_no_table_of_links():
     data = cluster_to_dict(cluster)
     assert data["links"] == [] and len(data["hosts"]) == 32
     assert cluster_from_dict(json.loads(json.dumps(data))) == cluster
-    assert sum(map(len, cluster.links.groups().values())) == len(cluster.links) == 256 * 255
+    assert sum(map(len, cluster.links.groups().values())) == 256 * 255
 
 
 def test_a_file_says_what_hosts_have():
