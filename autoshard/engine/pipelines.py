@@ -25,13 +25,13 @@ from autoshard.engine.estimate import (
     gap_above,
     waiting,
 )  # fmt: skip
-from autoshard.engine.placed import lower_bound, moved_copies, of_every_device, transfer_of
-from autoshard.engine.stage_memory import StageBytes, recomputed, segments_of, stage_bytes, step_bytes
+from autoshard.engine.placed import lower_bound, moved_copies, of_every_device, of_moments, transfer_of
+from autoshard.engine.stage_memory import StageBytes, recomputed, segments_of, stage_bytes
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.errors import PlanError
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
-from autoshard.profile.measure import trained_sizes
+from autoshard.profile.measure import optimizer_step_bytes, trained_sizes
 from autoshard.profile.part import part_of_batch
 from autoshard.profile.profile import Profile
 from autoshard.schedules.orders import PipeAction, make_order
@@ -172,24 +172,16 @@ def _device_estimate(
     run: PipelinePass, rank: int, device: Device, count: int, profile: Profile, step_seconds: float
 ) -> DeviceEstimate:
     """Bytes and seconds of one device; the parts are what is live at the moment of the peak, so they add up to it."""
-    stage, workload = run.stages[rank], profile.workload
-    own, step = stage.nbytes, step_bytes(stage.trained, workload, device)
+    own, trained, workload = run.stages[rank].nbytes, run.stages[rank].trained, profile.workload
+    step = optimizer_step_bytes(trained, workload.optimizer, fused_list=not device.name.startswith("cpu"))
     gradient, activation = own.peak(count, step, training=workload.training)
-    used = own.static + gradient + activation
-    overhead = device.overhead_bytes if used else 0
-    return DeviceEstimate(
-        name=device.name,
-        memory_bytes=device.memory_bytes,
-        parameter_bytes=own.parameter,
-        buffer_bytes=own.buffer,
-        gradient_bytes=gradient,
-        optimizer_bytes=own.optimizer,
-        activation_bytes=activation + own.inputs,
-        overhead_bytes=overhead,
-        peak_bytes=used + overhead,
-        compute_seconds=run.simulated.busy[rank] + step_seconds,
-        transfer_seconds=sum(sent.end - sent.begin for sent in run.simulated.sent if sent.destination == rank),
-    )
+    parts = {
+        "parameter": own.parameter, "buffer": own.buffer, "gradient": gradient, "optimizer": own.optimizer,
+        "activation": activation + own.inputs,
+    }  # fmt: skip
+    sent = sum(sent.end - sent.begin for sent in run.simulated.sent if sent.destination == rank)
+    busy = run.simulated.busy[rank] + step_seconds
+    return replace(of_moments(device, [parts]), compute_seconds=busy, transfer_seconds=sent)
 
 
 def _events(run: PipelinePass) -> list[Event]:

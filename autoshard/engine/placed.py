@@ -47,9 +47,12 @@ def estimate_placed(profile: Profile, cluster: Cluster, moves: Flow, objective: 
         if transfer.destination in incoming:
             incoming[transfer.destination] += transfer.seconds
     devices = tuple(
-        _device_estimate(device, profile, moves, compute[device.name], incoming[device.name])
+        replace(
+            of_moments(device, moments(profile, moves, device) if device.name in moves.devices else [Counter[str]()]),
+            compute_seconds=compute[device.name], transfer_seconds=incoming[device.name],
+        )
         for device in cluster.devices
-    )
+    )  # fmt: skip
     return Estimate(
         devices=devices,
         transfers=transfers,
@@ -118,13 +121,6 @@ def transfer_of(copy: Copy, cluster: Cluster) -> Transfer:
         consumer=copy.consumer,
         backward=copy.reason == "backward",
     )
-
-
-def _device_estimate(
-    device: Device, profile: Profile, moves: Flow, compute_seconds: float, transfer_seconds: float
-) -> DeviceEstimate:
-    found = moments(profile, moves, device) if device.name in moves.devices else [Counter[str]()]
-    return replace(of_moments(device, found), compute_seconds=compute_seconds, transfer_seconds=transfer_seconds)
 
 
 def moments(profile: Profile, moves: Flow, device: Device) -> list[Counter[str]]:

@@ -19,7 +19,6 @@ from autoshard.cluster.device import Device
 from autoshard.flow import Copy, Flow
 from autoshard.plan import Stage
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
-from autoshard.profile.measure import optimizer_step_bytes
 
 Array = np.ndarray
 
@@ -44,11 +43,6 @@ class StageBytes:
     later_backward: int
     outputs: int
     arriving: int
-
-    @property
-    def static(self) -> int:
-        """What is always there."""
-        return self.parameter + self.buffer + self.optimizer + self.inputs
 
     def peak(self, microbatches: int, step: int, *, training: bool) -> tuple[int, int]:
         """(gradients, activations) when both together are largest; `step`: bytes of the optimizer's step."""
@@ -111,11 +105,6 @@ def stage_bytes(
         outputs=total(kept & ~rows.copied & np.isin(rows.storage, [*outputs])),
         arriving=total(arriving),
     )
-
-
-def step_bytes(trained: Sequence[int], workload: Workload, device: Device) -> int:
-    """Bytes of the optimizer's step on a device."""
-    return optimizer_step_bytes(list(trained), workload.optimizer, not device.name.startswith("cpu"))
 
 
 def _rows_of(moves: Flow, wanted: Callable[[Copy], bool]) -> Array:
