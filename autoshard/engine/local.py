@@ -95,13 +95,11 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`tokens`: keys for each query; `width`: columns of a head; `cache_elements`: of keys and values, before they are
-    repeated for all heads."""
+    """`width`: columns of a head; `cache_elements`: of keys and values, before they are repeated for all heads."""
 
     flops: float
     cut: bool
     causal: bool
-    tokens: float
     width: int
     cache_elements: float
     moved: Volume
@@ -138,7 +136,6 @@ class Sums:
     kept: Volume
     kept_fused: Volume
     selective: Volume
-    regathered: Volume
     widest: Volume
     logits: int
 
@@ -178,7 +175,6 @@ def _sums(block: Block) -> Sums:
         kept=volume_of((part for key, part in kept.items() if key not in columns), columns.values()),
         kept_fused=volume_of((part for key, part in kept_fused.items() if key not in columns), columns.values()),
         selective=volume_of(selective_parts(block)),
-        regathered=volume_of(kept.values()),
         widest=volume_of(sorted(made, key=lambda part: -part.numel * part.itemsize)[:2]),
         logits=logits,
     )
@@ -197,10 +193,8 @@ def _product(op: OpWork) -> Product:
 
 
 def _attention(op: OpWork, made_by: dict[int, OpWork]) -> Attention:
-    width = max(1, op.outputs[0].numel)
     return Attention(
         flops=op.flops, cut=op.cut, causal=op.causal,
-        tokens=op.flops / (4 * width),  # 4 x queries x keys x width
         width=max(1, op.k),
         cache_elements=sum(_smallest(part, made_by) for part in op.inputs[1:3]),
         moved=volume_of((*op.inputs[:3], *op.outputs[:1])),

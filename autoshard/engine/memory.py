@@ -174,7 +174,7 @@ def _all_kept(block: Block, share: Share, recipe: Recipe) -> float:
     sums = sums_of(block)
     if recipe.hand_fused:
         scores = SCORE_BYTES * _scores(block, share) if recipe.unfused_attention else 0.0
-        return sums.regathered.on(share) + scores
+        return sums.kept.on(share) + scores
     return (sums.kept_fused if recipe.stack == "compiled" else sums.kept).on(share)
 
 
@@ -238,18 +238,17 @@ def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_fligh
 
 def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
     """Trained elements of the largest layer, and of the largest block outside; bytes that are whole at the loss."""
-    each = [(block, sum(local_elements(block, recipe)), count) for block, count in stage if block.ops]
-    inside = max((block.trained_part * elements for block, elements, _ in each if block.layer), default=0.0)
-    outside = max((block.trained_part * elements for block, elements, _ in each if not block.layer), default=0.0)
+    each = [(block, sum(local_elements(block, recipe))) for block, _ in stage if block.ops]
+    inside = max((block.trained_part * elements for block, elements in each if block.layer), default=0.0)
+    outside = max((block.trained_part * elements for block, elements in each if not block.layer), default=0.0)
     if recipe.shards < 2:
         return inside, outside, 0.0
     if recipe.stays_whole:
         dense, experts = live_elements(stage, recipe)
         return inside, outside, (dense + experts) * recipe.precision.compute
-    largest = max((elements for block, elements, _ in each if block.layer), default=0.0)
-    layers = sum(min(GATHERED_LAYERS, count) for block, _, count in each if block.layer)
-    whole = sum(elements for block, elements, _ in each if not block.layer)
-    return inside, outside, (whole + min(GATHERED_LAYERS, layers) * largest) * recipe.precision.compute
+    largest = max((elements for block, elements in each if block.layer), default=0.0)
+    whole = sum(elements for block, elements in each if not block.layer)
+    return inside, outside, (whole + GATHERED_LAYERS * largest) * recipe.precision.compute
 
 
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:

@@ -26,8 +26,6 @@ from autoshard.engine.recipe import Recipe
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
 from autoshard.profile.profile import Profile
 
-ATTENTION_HALF = 256
-"""Tokens at which attention reaches half of its efficiency."""
 BACKWARD_ATTENTION = 2.5
 """FLOPs of the backward of attention for each of its forward: the scores once more, and four products of gradients."""
 ALIGNED_ELEMENTS, UNALIGNED_PART = 8, 0.28
@@ -154,12 +152,10 @@ def attention_seconds(
     flops = op.flops * share.rows * share.length / (share.tp if op.cut else 1)
     if op.causal:
         flops /= 2
-    tokens = op.tokens * share.length
-    peak = card.flops_per_second * tokens / (tokens + ATTENTION_HALF)
+    seconds = flops / card.flops_per_second
     moved = op.moved.on(share) / (card.bytes_per_second * reached.memory)
-    forward = max(flops / (peak * reached.attention), moved)
-    backward = max(BACKWARD_ATTENTION * flops / (peak * reached.attention_backward), 2 * moved)
-    return forward, backward
+    forward = max(seconds / reached.attention, moved)
+    return forward, max(BACKWARD_ATTENTION * seconds / reached.attention_backward, 2 * moved)
 
 
 def _unfused_seconds(op: Attention, share: Share, card: Card, reached: Efficiency) -> tuple[float, float]:
