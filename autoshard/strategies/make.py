@@ -23,12 +23,9 @@ from autoshard.strategies.offload_words import (
     why_not_offloaded,
 )
 from autoshard.strategies.paths import pins_of_units
-from autoshard.strategies.placing import Checked, place
+from autoshard.strategies.placing import STRATEGIES, Checked, place
 from autoshard.strategies.reasons import explain
 from autoshard.strategies.refusal import refusal
-
-CHECKED = ("column-parallel", "pipeline", "data-parallel", "hybrid")
-"""Strategies that need the model itself: its cuts, or its batch, are checked on it."""
 
 
 def make_plan(
@@ -47,7 +44,12 @@ def make_plan(
     has them as they are. `advise`: look for a change that works if nothing fits. The plan fits by the exact estimate.
     Raises `SpecError` for an unknown strategy, objective, device or path, `PlanError` if nothing fits.
     """
-    _check_names(strategy, objective)
+    check_choices(strategy=strategy, objective=objective)
+    if strategy not in STRATEGIES:
+        raise SpecError(
+            f'strategy="{strategy}" checks on the model what it divides; a profile alone is not enough. '
+            "Use autoshard.plan(model, devices, inputs=…)."
+        )
     computing = _computing(profile, cluster)
     limited = replace(cluster, devices=tuple(cluster.device(name) for name in computing))
     units = find_units(profile)
@@ -132,12 +134,3 @@ def _plan(
         pins=dict(pins or {}),
         offloaded=dict(found.offloaded) if isinstance(found, Offloaded) else {},
     )
-
-
-def _check_names(strategy: str, objective: str) -> None:
-    check_choices(strategy=strategy, objective=objective)
-    if strategy in CHECKED:
-        raise SpecError(
-            f'strategy="{strategy}" checks on the model what it divides; a profile alone is not enough. '
-            "Use autoshard.plan(model, devices, inputs=…)."
-        )
