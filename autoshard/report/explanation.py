@@ -22,7 +22,7 @@ from autoshard.plan.sharding import Cut, count_collectives
 from autoshard.profile.profile import Profile
 from autoshard.report.layout import print_item, print_section
 from autoshard.report.terminal import as_sentence
-from autoshard.search.reasons import WHAT
+from autoshard.search.reasons import WHAT, shown_mesh
 from autoshard.search.study import Study
 from autoshard.strategies.paths import collapse
 
@@ -104,11 +104,11 @@ def explain(plan: Plan, profile: Profile, cluster: Cluster, subject: str, study:
         said = [*describe(plan, profile, estimate, subject)]
     if study is not None:
         unit = "seconds per step" if plan.workload.training else "seconds per answer"
-        found = [
-            OtherDevice(title=row.mesh, value=row.seconds, lacking_bytes=0, latency_seconds=row.seconds,
-                        peak_bytes=row.peak_bytes) for row in study.rows
-        ]  # fmt: skip
-        chosen = found.pop(next(at for at, row in enumerate(study.rows) if row.chosen))
+        chosen, *found = (
+            OtherDevice(title=shown_mesh(one.recipe), value=one.seconds, lacking_bytes=0, latency_seconds=one.seconds,
+                        peak_bytes=int(one.memory.used))
+            for one in sorted(study.rows, key=lambda one: one is not study.own)
+        )  # fmt: skip
         found = found if kind == "the plan" else []
     else:
         unit, chosen = _UNITS.get(plan.objective, "seconds per pass"), _alternative("as planned", plan, estimate)

@@ -18,7 +18,7 @@ from autoshard.search.best import Searched, SearchTask, alone, price_recipe, sea
 from autoshard.search.estimates import estimate_recipe, setting_of
 from autoshard.search.limits import Asked, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
-from autoshard.search.reasons import beside, explain, remedy, shown_mesh
+from autoshard.search.reasons import explain, remedy, shown_mesh
 from autoshard.search.sizes import Cell
 from autoshard.search.traced import Traced, trace, why_undivided
 
@@ -27,24 +27,10 @@ MOST_PRICED = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """The best recipe of one mesh. `seconds` of a step or an answer; `beside`: how it compares, in words."""
-
-    mesh: str
-    how: str
-    seconds: float
-    tokens_per_second: float
-    peak_bytes: int
-    chosen: bool
-    beside: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
     """What is shown of a plan for processes.
 
     Attributes:
-        rows: the best recipe of every mesh that fits, best first, and the plan's own.
         reasons: what, why, the runner-up and by how much, in sentences; the last is how to start it.
         to_fit: what would make it fit, or less full, as tried; "" where it fits.
         cells: other sizes, priced by the same search.
@@ -56,10 +42,15 @@ class Study:
     task: SearchTask
     own: RecipeEstimate
     searched: Searched
-    rows: tuple[Row, ...]
     reasons: tuple[str, ...]
     to_fit: str = ""
     cells: tuple[Cell, ...] = ()
+
+    @property
+    def rows(self) -> list[RecipeEstimate]:
+        """The best recipe of every mesh that fits, best first; the plan's own stands for its mesh."""
+        others = [one for one in self.searched.ranking if one.recipe.mesh != self.own.recipe.mesh]
+        return sorted([self.own, *others], key=lambda one: one.value(self.task.goal))
 
     @property
     def changes(self) -> tuple[str, ...]:
@@ -89,27 +80,10 @@ def study(plan: Plan, traced: Traced, cluster: Cluster, *, sizes: bool = True) -
     one = None if found.best is None or recipe.devices > 1 else alone(task, found)
     reasons = explain(task, replace(found, best=own), instead_of=found.best if one is not None else None)
     done = Study(
-        plan=plan, estimate=estimate, traced=traced, task=task, own=own, searched=found,
-        rows=tuple(_rows(task, found, own)), reasons=reasons, to_fit=_to_fit(task, own, estimate),
+        plan=plan, estimate=estimate, traced=traced, task=task, own=own, searched=found, reasons=reasons,
+        to_fit=_to_fit(task, own, estimate),
     )  # fmt: skip
     return replace(done, cells=tuple(_cells(done))) if sizes else done
-
-
-def _rows(task: SearchTask, found: Searched, own: RecipeEstimate) -> Iterator[Row]:
-    """The ranking; the plan's own recipe takes the place of the one with its mesh."""
-    others = [one for one in found.ranking if one.recipe.mesh != own.recipe.mesh]
-    for one in sorted([own, *others], key=lambda one: one.value(task.goal)):
-        recipe, mine = one.recipe, one is own
-        how = []
-        if task.training:
-            how.append(f"{recipe.num_microbatches} x {recipe.micro_batch}, recompute {recipe.recompute}")
-        if recipe.pp > 1:
-            how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
-        yield Row(
-            mesh=shown_mesh(recipe), how=", ".join(how), seconds=one.seconds, tokens_per_second=one.tokens_per_second,
-            peak_bytes=int(one.memory.used), chosen=mine,
-            beside="this plan" if mine else beside(one.value(task.goal) / own.value(task.goal), task.goal),
-        )  # fmt: skip
 
 
 def _to_fit(task: SearchTask, own: RecipeEstimate, estimate: Estimate) -> str:

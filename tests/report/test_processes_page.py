@@ -81,7 +81,7 @@ def test_terminal_json_page_and_explain_say_the_same(case):
     for rank, row in zip(estimate.ranks, document["ranks"], strict=True):
         assert row["peak_bytes"] == rank.peak_bytes
         assert format_seconds(rank.compute_seconds) in text
-    assert max(row.tokens_per_second for row in found.rows if row.chosen) == pytest.approx(
+    assert max(row.tokens_per_second for row in found.rows if row is found.own) == pytest.approx(
         document["tokens_per_second"]
     )
 

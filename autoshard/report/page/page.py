@@ -28,6 +28,7 @@ from autoshard.report.rows import (
 )
 from autoshard.report.summary import about_model, fullest_row, moved_row, time_rows, unit_of, verdict
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
+from autoshard.search.reasons import beside, shown_mesh
 from autoshard.search.sizes import Cell
 from autoshard.search.study import Study
 from autoshard.strategies.compare import Alternative
@@ -245,18 +246,19 @@ def _priced_how(plan: Plan) -> str:
 
 def _meshes(study: Study) -> Table:
     """The best recipe of every mesh that fits."""
-    rows = [
-        [
-            row.mesh, row.how, format_seconds(row.seconds), format_number(row.tokens_per_second),
-            format_bytes(row.peak_bytes), row.beside,
-        ]
-        for row in study.rows
-    ]  # fmt: skip
+    rows, own, goal = [], study.own, study.task.goal
+    for one in study.rows:
+        recipe = one.recipe
+        how = [f"{recipe.num_microbatches} x {recipe.micro_batch}, recompute {recipe.recompute}"] * study.task.training
+        if recipe.pp > 1:
+            how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
+        remark = "this plan" if one is own else beside(one.value(goal) / own.value(goal), goal)
+        figures = [format_seconds(one.seconds), format_number(one.tokens_per_second), format_bytes(one.memory.used)]
+        rows.append([shown_mesh(recipe), ", ".join(how), *figures, remark])
     columns = [Column(title="Mesh"), Column(title="Recipe"), *numbers("Time", "Tokens/s", "Fullest device")]
     columns.append(Column(title="Beside this plan"))
     label = f"The best recipe of every mesh that fits, of {study.searched.priced} that were priced"
-    chosen = next(row.mesh for row in study.rows if row.chosen)
-    return Table(label=label, columns=columns, rows=rows, chosen=chosen)
+    return Table(label=label, columns=columns, rows=rows, chosen=shown_mesh(own.recipe))
 
 
 def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
