@@ -59,4 +59,4 @@ def test_equals_the_unrolled_schedule(rows, after, fetch):
     order = [(m, "cuda:0", b, s) for m, b, s in rows]
     found = passes(order, after, fetch, [False] * 5)
     assert found.seconds == pytest.approx(one_device(order, after, fetch), rel=5e-2, abs=0.1)
-    assert found.seconds >= found.least_seconds * (1 - 5e-2)
+    assert found.seconds >= max(found.busy.values()) * (1 - 5e-2)
