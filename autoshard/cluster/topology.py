@@ -121,8 +121,7 @@ def topology_of(cluster: Cluster) -> Topology | None:
         hosts=len(hosts),
         devices_per_host=per_host,
         local_bytes_per_second=min(_local_rate(kind, per_host, peers) for kind in {d.kind for d in devices}) * local,
-        network_bytes_per_second=min(one.nic_bytes_per_second * min(1.0, one.nics / per_host) for one in hosts)
-        * network,
+        network_bytes_per_second=network,
         local_latency_seconds=_local_latency(cluster, devices),
         network_latency_seconds=max(LEAST_LATENCY, max(host.latency_seconds for host in hosts) - PEER_SECONDS),
     )

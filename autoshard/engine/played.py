@@ -2,11 +2,11 @@
 
 Without stages the programs of the layers are played, one pass after the other. With stages the order of the schedule is
 played by the clock. Pricing takes what the busiest rank does and the way of one micro-batch through the others, which
-is a few percent off the play: the play is stretched to the price, and `PlayedPlan.stretch` says by how much.
+is a few percent off the play: the play is stretched to the price, and it is said by how much.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autoshard.engine.estimate import Event
 from autoshard.engine.generation import prompt_parts, token_parts
@@ -31,15 +31,11 @@ MOST_EVENTS = 4000
 """Of an answer: tokens after so many are one event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlayedPlan:
-    """What was played; `stretch`: the priced length over the played one."""
-
-    events: tuple[Event, ...]
-    stretch: float = 1.0
+Played = tuple[list[Event], float]
+"""What was played, in the order in which it begins, and the priced length over the played one."""
 
 
-def play_step(setting: Setting, names: Sequence[str], seconds: float) -> PlayedPlan:
+def play_step(setting: Setting, names: Sequence[str], seconds: float) -> Played:
     """Play a training step of so many seconds; `names`: of the first device of each pipeline rank."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
@@ -50,24 +46,23 @@ def play_step(setting: Setting, names: Sequence[str], seconds: float) -> PlayedP
         for own in (range(rank, len(stages), recipe.pp) for rank in range(recipe.pp))
     ]  # fmt: skip
     length = seconds - max(end[0] for end in ends) - max(end[1] for end in ends)
-    played = _stretched(list(found), length)
-    after = []
+    played, stretch = _stretched(list(found), length)
     for name, (synchronised, optimizer) in zip(names, ends, strict=True):
         begin = length + synchronised
         if synchronised:
-            after.append(Event(device=name, kind="reduce", begin_seconds=length, end_seconds=begin))
-        after.append(Event(device=name, kind="optimizer", begin_seconds=begin, end_seconds=begin + optimizer))
-    return replace(played, events=tuple(sorted((*played.events, *after), key=lambda event: event.begin_seconds)))
+            played.append(Event(device=name, kind="reduce", begin_seconds=length, end_seconds=begin))
+        played.append(Event(device=name, kind="optimizer", begin_seconds=begin, end_seconds=begin + optimizer))
+    return sorted(played, key=lambda event: event.begin_seconds), stretch
 
 
-def _stretched(events: Sequence[Event], seconds: float) -> PlayedPlan:
+def _stretched(events: Sequence[Event], seconds: float) -> Played:
     """Events that end when the price says."""
     stretch = seconds / max(event.end_seconds for event in events)
     found = (
         replace(event, begin_seconds=event.begin_seconds * stretch, end_seconds=event.end_seconds * stretch)
         for event in events
     )
-    return PlayedPlan(events=tuple(sorted(found, key=lambda event: event.begin_seconds)), stretch=stretch)
+    return sorted(found, key=lambda event: event.begin_seconds), stretch
 
 
 def _whole(setting: Setting, stage: Stage, name: str) -> Iterator[Event]:
@@ -143,7 +138,7 @@ def _kernel_part(one: Passes, kind: str) -> float:
     return one.backward_compute / one.backward if one.backward else 1.0
 
 
-def play_answer(setting: Setting, names: Sequence[str], answer: RecipeEstimate, new_tokens: int) -> PlayedPlan:
+def play_answer(setting: Setting, names: Sequence[str], answer: RecipeEstimate, new_tokens: int) -> Played:
     """Play an answer: the prompt through all stages, then token after token; those after the first few as one event."""
     recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
     stages, groups, found = split_stages(setting.work, recipe), recipe.num_microbatches, list[Event]()

@@ -11,7 +11,7 @@ from autoshard.cluster.topology import Topology
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import FULL, Estimate
 from autoshard.engine.memory import RecipeEstimate
-from autoshard.engine.played import PlayedPlan, play_answer, play_step
+from autoshard.engine.played import Played, play_answer, play_step
 from autoshard.errors import AutoshardError
 from autoshard.plan import Plan
 from autoshard.search.best import Searched, SearchTask, alone, price_recipe, search
@@ -58,7 +58,7 @@ class Study:
         own = next((cell for cell in self.cells if cell.own), None)
         return tuple(_changed(own, cell) for cell in self.cells if own is not None and not cell.own)
 
-    def played(self) -> PlayedPlan:
+    def played(self) -> Played:
         """The step or answer as it is played, on the first device of each pipeline rank."""
         setting, _ = setting_of(self.task, self.own.recipe)
         names = [device.name for device in self.plan.devices[:: len(self.plan.devices) // self.own.recipe.pp]]

@@ -85,7 +85,7 @@ def column_parallel(
     return replace(
         task.draft(best.devices, cuts),
         devices=tuple(map(plan_device, best.devices if cuts else cluster.devices)),
-        reasons=explain_cuts(task, best, beside, cuts, valid_degrees(task)),
+        reasons=explain_cuts(task, best, beside, cuts),
         whole=explain_whole(task, found, best) if cuts else (),
         results=find_results(found, cuts),
     )

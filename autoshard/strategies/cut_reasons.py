@@ -12,16 +12,14 @@ from autoshard.strategies.cut_task import Choice, CutTask, allows, full_names
 _NOT_FOLLOWED = {True: "no dimension of it can be followed", False: "nothing in the recorded run uses it"}
 
 
-def explain_cuts(
-    task: CutTask, best: Choice, compared: Choice | None, cuts: Sequence[Cut], degrees: Sequence[int]
-) -> tuple[str, ...]:
-    """Say what the plan costs against one device, or what the best cut would, how much is cut, and other degrees.
+def explain_cuts(task: CutTask, best: Choice, compared: Choice | None, cuts: Sequence[Cut]) -> tuple[str, ...]:
+    """Say what the plan costs against one device, or what the best cut would, and how much is cut.
 
     `compared`: one device, where there are cuts, None if it can't hold the model; else the best cut, None if there is
     none.
     """
     if not cuts:
-        return (*_one_device(task, best, compared), *_other_degrees(degrees, 0))
+        return (_one_device(task, best, compared),)
     count = len(best.devices)
     reduces, gathers = collectives(cuts)
     shared = " and ".join(
@@ -43,7 +41,7 @@ def explain_cuts(
     if uneven:
         what = "one cut is" if uneven == 1 else f"{uneven} cuts are"
         reasons.append(f"{what} uneven: the slices don't divide")
-    return (*reasons, *_other_degrees(degrees, count))
+    return tuple(reasons)
 
 
 def _timed(choice: Choice) -> str:
@@ -69,29 +67,22 @@ def _against_one(task: CutTask, best: Choice, alone: Choice | None) -> str:
     return f"{alone.seconds / best.seconds:.2f} times as fast as {one}"
 
 
-def _one_device(task: CutTask, best: Choice, cut: Choice | None) -> list[str]:
+def _one_device(task: CutTask, best: Choice, cut: Choice | None) -> str:
     name = best.devices[0].name
     if len(task.cluster.devices) == 1:
-        return [f"everything is on {name}, the only device"]
+        return f"everything is on {name}, the only device"
     if cut is None:
         why = f"; {next(iter(task.banned.values()))}" if task.banned else ""
-        return [f"everything is on {name}: nothing in the model can be cut over the other devices{why}"]
+        return f"everything is on {name}: nothing in the model can be cut over the other devices{why}"
     collective = (
         f", {format_seconds(cut.estimate.collective_seconds)} of them in collectives"
         if cut.estimate.collective_seconds
         else ""
     )
-    return [
+    return (
         f"one device is best: {name} takes {format_seconds(best.seconds)} per {_timed(best)}, and cut over "
         f"{len(cut.devices)} devices it would take {format_seconds(cut.seconds)}{collective}"
-    ]
-
-
-def _other_degrees(degrees: Sequence[int], used: int) -> list[str]:
-    others = [degree for degree in degrees if degree != used]
-    if not others:
-        return []
-    return [f"by its sizes the model can be cut as well over {runs(degrees)} devices"]
+    )
 
 
 def runs(numbers: Sequence[int]) -> str:

@@ -29,12 +29,12 @@ def events_of(
 
 def _played(study: Study, most: int) -> tuple[list[Event], str]:
     """The played step on the first device of every class of ranks, of fewer classes where they are many."""
-    played = study.played()
+    played, stretch = study.played()
     names = [rank.first for rank in study.estimate.ranks]
-    said = [] if abs(played.stretch - 1) < 0.0005 else [
-        f"The order of the micro-batches, played by the clock, is stretched by {played.stretch - 1:+.1%} to the price."
+    said = [] if abs(stretch - 1) < 0.0005 else [
+        f"The order of the micro-batches, played by the clock, is stretched by {stretch - 1:+.1%} to the price."
     ]  # fmt: skip
-    own = [event for event in played.events if event.device in names]
+    own = [event for event in played if event.device in names]
     if len(own) > most:
         kept = max(2, most * len(names) // len(own))
         some = {names[round(at * (len(names) - 1) / (kept - 1))] for at in range(kept)}
