@@ -51,9 +51,9 @@ class Collective:
     nbytes: int
     added: int = 0
 
-    def seconds(self, cluster: Cluster, names: Sequence[str], part: float = 1.0) -> float:
-        """Seconds of it over some devices, with a part of its bytes."""
-        return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes * part)
+    def seconds(self, cluster: Cluster, names: Sequence[str]) -> float:
+        """Seconds of it over some devices."""
+        return (all_gather_seconds if self.gathers else all_reduce_seconds)(cluster, names, self.nbytes)
 
     @property
     def tensor_bytes(self) -> int:

@@ -26,7 +26,6 @@ from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.device import Device
 from autoshard.cluster.links import make_links
-from autoshard.common.module_paths import above
 from autoshard.engine.estimate import DeviceEstimate, Estimate, Streaming, StreamLink
 from autoshard.engine.placed import estimate_placed, lower_bound, moved_copies
 from autoshard.engine.programs import PREFETCH, Task, play
@@ -234,7 +233,7 @@ def offloaded_modules(plan: Plan, graph: ModelGraph) -> list[OffloadedPass]:
     device_of: dict[str, str] = {}
     storages: dict[str, dict[int, None]] = {path: {} for path in plan.offloaded}
     for tensor in graph.tensors:
-        path = next((path for path in (tensor.module, *above(tensor.module)) if path in storages), None)
+        path = covering_entry(storages, tensor.module)
         if path is not None and tensor.kind == "parameter" and tensor.nbytes:
             storages[path][tensor.storage] = None
             entry = covering_entry(plan.placements, tensor.name)

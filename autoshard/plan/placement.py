@@ -44,8 +44,8 @@ class ExecutionDevices:
         return self.devices[path]
 
 
-def covering_entry(placements: Mapping[str, str], name: str) -> str | None:
-    """Return the longest key of `placements` that is `name` or a dotted prefix of it, None if there is none."""
+def covering_entry(placements: Collection[str], name: str) -> str | None:
+    """Return the longest of some paths that is `name` or a dotted prefix of it, None if there is none."""
     while name not in placements:
         if not name:
             return None

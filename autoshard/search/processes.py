@@ -28,6 +28,7 @@ from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import Objective
+from autoshard.plan.placement import covering_entry
 from autoshard.plan.workload import Workload
 from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Searched, SearchTask, search
@@ -217,25 +218,16 @@ def _tensor_stages(graph: ModelGraph, places: dict[str, int], count: int) -> dic
     stage = count - 1
     for op in reversed([one for one in graph.ops if not one.backward]):
         path = graph.calls[op.call].path
-        layer = _layer_of(path, places)
+        layer = covering_entry(places, path)
         stage = stage if layer is None else places[layer]
         for value in op.inputs:
             reader[value] = by_module[value, path] = stage
     stages: dict[str, int] = {}
     for tensor in graph.tensors:
-        layer = _layer_of(tensor.name, places)
+        layer = covering_entry(places, tensor.name)
         outside = by_module.get((tensor.value, parent(tensor.name)), reader.get(tensor.value, 0))
         stages[tensor.name] = outside if layer is None else places[layer]
     return stages
-
-
-def _layer_of(name: str, places: dict[str, int]) -> str | None:
-    path = name
-    while path:
-        if path in places:
-            return path
-        path = path.rpartition(".")[0]
-    return None
 
 
 def for_workload(plan: Plan, workload: Workload) -> Plan:

@@ -31,6 +31,7 @@ from autoshard.engine.pricer import price
 from autoshard.flow import Flow, flow
 from autoshard.plan import Plan
 from autoshard.plan.choices import Objective
+from autoshard.plan.placement import covering_entry
 from autoshard.profile.answer import prompt_and_token, times_computed
 from autoshard.profile.profile import Profile
 from autoshard.profile.units import Units, tensor_units
@@ -130,7 +131,7 @@ class _OffloadTask:
             yield (0,) * chain.num_units
             return
         tops = {module.path for module in division}
-        owner = [_top_of(paths[0], tops) if paths else "" for paths in self.units.paths]
+        owner = [(covering_entry(tops, paths[0]) or "") if paths else "" for paths in self.units.paths]
         pin = [chain.pins.get(unit, -1) for unit in range(chain.num_units)]
         starts = [i == 0 or not top or (top, pin[i]) != (owner[i - 1], pin[i - 1]) for i, top in enumerate(owner)]
         group = np.cumsum(starts) - 1
@@ -186,7 +187,7 @@ class _OffloadTask:
         tops = {module.path for module in division}
         under: dict[str, set[str]] = {}
         for name, device in device_of.items():
-            under.setdefault(_top_of(name, tops), set()).add(device)
+            under.setdefault(covering_entry(tops, name) or "", set()).add(device)
         one_device = {path: next(iter(devices)) for path, devices in under.items() if len(devices) == 1}
         whole = [m for m in division if m.path in one_device and self._rate(one_device[m.path]) > 0]
         if "cpu" not in self.stores:
@@ -313,17 +314,10 @@ def placed(device_of: Mapping[str, str], offloaded: set[str], graph: ModelGraph)
     """Turn tensor name -> device into the fewest entries in which every offloaded module has one of its own."""
     marked = {}
     for name, device in device_of.items():
-        top = _top_of(name, offloaded)
+        top = covering_entry(offloaded, name)
         marked[name] = f"{device}\0{top}" if top else device
     placements = {}
     for path, marked_device in collapse(marked, graph).items():
         device, _, top = marked_device.partition("\0")
         placements[top if top and is_below(top, path) else path] = device
     return placements or {"": next(iter(device_of.values()), "")}
-
-
-def _top_of(path: str, tops: set[str]) -> str:
-    """Return the one of `tops` that a path is or lies below, or ""."""
-    while path and path not in tops:
-        path = path.rpartition(".")[0]
-    return path
