@@ -36,9 +36,10 @@ def meshes(devices: int, per_host: int, limits: Limits, given: Asked, *, trainin
                 rest, left = divmod(devices, tp * pp * cp)
                 if left or (rest > 1 and not limits.divisible) or rest > limits.samples:
                     continue
-                for fsdp in _shardings(rest, per_host // min(per_host, tp * cp), given) if training else (1,):
-                    dp = rest // fsdp
-                    if given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
+                shardings = _shardings(rest, per_host // min(per_host, tp * cp))
+                for fsdp in _chosen("fsdp", shardings, given) if training else (1,):
+                    dp, left = divmod(rest, fsdp)
+                    if left or given.mesh.get("dp", dp) != dp or (dp > 1 and "dp" not in given.axes):
                         continue
                     for ep in _chosen("ep", _experts(limits, devices // pp), given):
                         mesh = Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
@@ -109,13 +110,9 @@ def _contexts(limits: Limits, rest: int) -> tuple[int, ...]:
     return tuple(n for n in (1, 2, 4, 8, 16) if rest % n == 0 and limits.tokens % (2 * n) == 0)
 
 
-def _shardings(rest: int, per_host: int, given: Asked) -> list[int]:
+def _shardings(rest: int, per_host: int) -> tuple[int, ...]:
     """Degrees of FSDP: none, within a host, over all replicas."""
-    if "fsdp" in given.mesh:
-        return [given.mesh["fsdp"]] if rest % given.mesh["fsdp"] == 0 else []
-    if given.mesh or "fsdp" not in given.axes:
-        return [1]
-    return sorted({1, rest, *(n for n in (per_host,) if 1 < n < rest and rest % n == 0)})
+    return tuple(sorted({1, rest, *(n for n in (per_host,) if 1 < n < rest and rest % n == 0)}))
 
 
 def _experts(limits: Limits, ranks: int) -> tuple[int, ...]:
