@@ -35,10 +35,10 @@ class Cell:
     batch: int
     tokens: int
     devices: int
-    mesh: str
-    seconds: float
-    tokens_per_second: float
-    full: float
+    mesh: str = ""
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    full: float = 0.0
     own: bool = False
 
 

@@ -147,9 +147,7 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
     best, memory = found.best, min(device.memory_bytes for device in done.plan.devices)
     if best is not None and not task.training and topology.hosts == 1:
         best = alone(task, found) or best
-    cell = Cell(
-        batch=batch, tokens=tokens, devices=devices, own=own, mesh="", seconds=0.0, tokens_per_second=0.0, full=0.0
-    )  # fmt: skip
+    cell = Cell(batch=batch, tokens=tokens, devices=devices, own=own)
     if best is None:
         return cell
     return replace(
