@@ -24,6 +24,7 @@ from autoshard.report.layout import print_item, print_section
 from autoshard.report.terminal import as_sentence
 from autoshard.search.reasons import WHAT, shown_mesh
 from autoshard.search.study import Study
+from autoshard.strategies.compare import value_of
 from autoshard.strategies.paths import collapse
 
 MOST_ALTERNATIVES = 8
@@ -154,17 +155,12 @@ def _price(plan: Plan, profile: Profile, cluster: Cluster) -> Estimate:
 
 
 def _alternative(title: str, plan: Plan, estimate: Estimate) -> OtherDevice:
-    fullest = estimate.fullest
-    value = {
-        "memory": fullest.peak_bytes / max(fullest.memory_bytes, 1),
-        "throughput": estimate.bottleneck_seconds,
-    }.get(plan.objective, estimate.latency_seconds)
     return OtherDevice(
         title=title,
-        value=value,
+        value=value_of(estimate, plan.objective, training=False),
         lacking_bytes=max(0, *(-device.free_bytes for device in estimate.devices)),
         latency_seconds=estimate.latency_seconds,
-        peak_bytes=fullest.peak_bytes,
+        peak_bytes=estimate.fullest.peak_bytes,
     )
 
 
