@@ -244,7 +244,8 @@ def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     ahead = _slowed(seconds.forward, gather, slow) + inner + routed
     repeated = inner + routed if recipe.recompute == "full" and block.recomputes else 0.0
     kept = recipe.stays_whole or not recipe.reshard or not block.layer
-    back = _slowed(seconds.backward + again, gather + reduce, slow) + inner + routed + repeated
+    kernels = seconds.backward + again + accumulate_seconds(setting, block)
+    back = _slowed(kernels, gather + reduce, slow) + inner + routed + repeated
     return (
         Layer(name=block.path, compute=ahead, inner=inner + routed, gather=gather),
         Layer(
@@ -252,6 +253,20 @@ def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
             reduce=reduce,
         ),
     )  # fmt: skip
+
+
+def accumulate_seconds(setting: Setting, block: Block) -> float:
+    """Adding one micro-batch's gradients of a layer to the sum of those before: both are read, and one is written.
+
+    Of the first there is nothing to add. What `fsdp` reduces for each micro-batch is added up in shards.
+    """
+    recipe, precision = setting.recipe, setting.recipe.precision
+    dense, experts = local_elements(block, recipe, trained=True)
+    if not recipe.gathers_once:
+        dense, experts = (dense - block.trained_part * block.shared) / recipe.shards, experts / recipe.expert_shards
+    nbytes = (dense + experts) * (2 * min(4, precision.gradients) + precision.compute)
+    again = 1 - 1 / recipe.num_microbatches
+    return again * nbytes / (setting.card.bytes_per_second * setting.reached.memory)
 
 
 def _slowed(compute: float, network: float, part: float) -> float:
