@@ -12,22 +12,15 @@ in both whether the factor is where it is said to be. No value of a weight, a bu
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from autoshard.axes.axis import Axis, Cat, Factor, factors_of, local_size, make_unshardable, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_merges import CLASSES, LOSSES, Merges
 from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED
 from autoshard.axes.contents import has_constant_bound, part_dim
-from autoshard.axes.given import arguments_of, is_where_alone, plain
+from autoshard.axes.given import arguments_of, is_sized_by_values, plain
 from autoshard.axes.rules import Axes, Rule
 from autoshard.axes.sound import Sound
 from autoshard.capture.graph import ModelGraph, Op, name_of
-from autoshard.torch_private import OpOverload
-
-SIZED_BY_VALUES = frozenset({"nonzero", "nonzero_numpy", "argwhere", "masked_select", "bincount", "unique",
-                             "unique_dim", "unique_consecutive", "_unique2"})  # fmt: skip
-"""Ops that make tensors as large as values say."""
 
 CONVOLUTIONS = frozenset(f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3))
 
@@ -60,7 +53,7 @@ class BatchWalk(BatchAxes):
         states = self.sound.results(op)
         if states is None:
             states = self._ruled(op, given)
-            if self._is_sized(op) and any(state != "shared" for state in given):
+            if is_sized_by_values(self.graph, op) and any(state != "shared" for state in given):
                 self.sized.append(op.index)
         losses = {value for value in op.inputs if self._is_loss(value)}
         before = [self.cause[value] for value in op.inputs if value in self.cause and value not in losses]
@@ -170,19 +163,6 @@ class BatchWalk(BatchAxes):
         mine, its = arguments_of(op), arguments_of(self.other.ops[op.index])
         along = times(self.axes(source)[dim], self.batch) > 0
         return not along and (name != "slice" or mine["start"] != its["start"] or mine["step"] != its["step"])
-
-    def _is_sized(self, op: Op) -> bool:
-        """Whether values decide how large the results of an op are."""
-        name, graph = name_of(op), self.graph
-        if name in ("index", "_unsafe_index"):
-            return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
-        if name == "one_hot":
-            return arguments_of(op)["num_classes"] == -1
-        if isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags:
-            return True
-        if name == "repeat_interleave":
-            return len(op.inputs) > 1 or not op.inputs
-        return name in SIZED_BY_VALUES or is_where_alone(op)
 
     # ---- memory that is shared
 

@@ -91,6 +91,19 @@ def is_where_alone(op: Op) -> bool:
     return name_of(op) == "where" and op.node is not None and len(op.node.args) + len(op.node.kwargs) == 1
 
 
+def is_sized_by_values(graph: ModelGraph, op: Op) -> bool:
+    """Whether values decide how large the results of an op are."""
+    name = name_of(op)
+    if name in ("index", "_unsafe_index"):
+        return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
+    if name == "one_hot":
+        return arguments_of(op)["num_classes"] == -1
+    if name == "repeat_interleave":
+        return len(op.inputs) > 1 or not op.inputs
+    tagged = isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags
+    return tagged or name == "nonzero_numpy" or is_where_alone(op)
+
+
 def reads_bits(op: Op) -> bool:
     """Whether an op is a view of the same bits as numbers of another type."""
     return name_of(op) == "view" and op.node is not None and any(isinstance(a, torch.dtype) for a in op.node.args)

@@ -34,6 +34,8 @@ _SHAPING = frozenset(
     {"view", "reshape", "_unsafe_view", "expand", "unflatten", "zeros", "ones", "empty", "new_zeros", ATTENTION}
 )
 """Ops that may be given sizes: what they make has these. Of attention, whether it is causal is written as a mask."""
+_ENTERING = ("collect", "whole", "copy_to", "divide")
+"""Kinds of actions on what ops read."""
 _DRAWS = ("bernoulli", "rand", "normal", "multinomial", "exponential")
 """Beginnings of names of ops whose result is another one for each element that is drawn."""
 
@@ -160,13 +162,13 @@ class _Zone:
 
     Attributes:
         divided: value -> the dimension of its tokens; merged: those of them in which it is that of other rows as well.
-        collected: divided values that ops on a rank's columns read, with those ops.
-        gathered: divided values that ops read which do not work on each token by itself, with those ops.
-        met: whole values with tokens that are read beside divided ones, with those ops.
+        entering: by kind of action, values on which ops need it, with those ops. collect: divided ones that ops on a
+            rank's columns read; whole: divided ones that ops read which do not work on each token by itself; copy_to:
+            whole ones without tokens that divided tokens meet; divide: whole ones with tokens, beside divided ones.
         scattered: ops that sum over ranks, whose results are divided.
         merges: such are followed, which can't be put together for an op that needs all tokens.
         attends, attended: attention of queries here to keys and values of all ranks is followed; ops that are such.
-        summed: whole parameters that divided tokens meet; entered: other such values without tokens, with those ops.
+        summed: whole parameters that divided tokens meet.
     """
 
     graph: ModelGraph
@@ -182,12 +184,9 @@ class _Zone:
     attended: list[int] = field(default_factory=list)
     divided: dict[int, int] = field(default_factory=dict)
     merged: set[int] = field(default_factory=set)
-    collected: dict[int, list[int]] = field(default_factory=dict)
-    gathered: dict[int, list[int]] = field(default_factory=dict)
-    met: dict[int, list[int]] = field(default_factory=dict)
+    entering: dict[str, dict[int, list[int]]] = field(default_factory=lambda: {kind: {} for kind in _ENTERING})
     scattered: set[int] = field(default_factory=set)
     summed: dict[int, str] = field(default_factory=dict)
-    entered: dict[int, list[int]] = field(default_factory=dict)
 
     def follow(self) -> bool:
         """Follow all ops of the block; False where its output is not divided, or it is not worth it."""
@@ -216,11 +215,14 @@ class _Zone:
             if ours and (op.mutates or not self.merged.isdisjoint(ours)):
                 return False
             for value in ours:
-                (self.collected if index in partial else self.gathered).setdefault(value, []).append(index)
+                self._needs("collect" if index in partial else "whole", value, index)
         whole = {value for value in self.summed if not carried.issuperset(self._readers(value))}
         if whole or self._leaving():
             return False
-        return 0 < len(self.attended if self.attends else self.scattered) >= len(self.gathered)
+        return 0 < len(self.attended if self.attends else self.scattered) >= len(self.entering["whole"])
+
+    def _needs(self, kind: str, value: int, op: int) -> None:
+        self.entering[kind].setdefault(value, []).append(op)
 
     def _readers(self, value: int) -> list[int]:
         """Ops that read a value, but for those that hand it on as it is: a cast to the dtype that it has."""
@@ -287,10 +289,10 @@ class _Zone:
         if merged and not self.merges:
             return False
         for value in whole:
-            self.met.setdefault(value, []).append(index)
+            self._needs("divide", value, index)
         for value in others:
             if value not in whole and value not in parameters and value in self.lookup.differentiable:
-                self.entered.setdefault(value, []).append(index)
+                self._needs("copy_to", value, index)
         self.divided.update((value, one[0]) for value, one in zip(op.outputs, dims, strict=True))
         self.merged |= merged
         self.summed.update(parameters)
@@ -347,7 +349,7 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
     axis = f"*{degree}x{stream.factor.size // degree}"
     left = {cut: list(cut.actions) for cut in cuts}
     actions: list[Action] = []
-    entered = {value for value in zone.collected if value in zone.lookup.differentiable}
+    entered = {value for value in zone.entering["collect"] if value in zone.lookup.differentiable}
     for group, cut in zip(zone.groups, cuts, strict=True):
         places = CommunicationPoints(zone.lookup, region, group.walk, frozenset())
         for index in sorted(zone.scattered):
@@ -364,14 +366,10 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
             raise Unplaceable("a block hands on what it is given")
     places = CommunicationPoints(zone.lookup, region, zone.groups[0].walk if zone.groups else zone.walk, frozenset())
     actions += [places.call_at("context", index, axis) for index in zone.attended]
-    for value, readers in zone.collected.items():
-        actions += places.entering_at("collect", value, readers, zone.divided[value], axis)
-    for value, readers in zone.gathered.items():
-        actions += places.entering_at("whole", value, readers, zone.divided[value], axis)
-    for value, readers in zone.entered.items():
-        actions += places.entering_at("copy_to", value, readers, 0, "")
-    for value, readers in zone.met.items():
-        actions += places.entering_at("divide", value, readers, zone.place(value), axis)
+    for kind, values in zone.entering.items():
+        for value, readers in values.items():
+            dim = zone.place(value) if kind == "divide" else zone.divided.get(value, 0)
+            actions += places.entering_at(kind, value, readers, dim, "" if kind == "copy_to" else axis)
     tokens = Cut(
         blocks=region.paths, size=degree, shares=(1,) * degree, shards=(), actions=tuple(dict.fromkeys(actions)),
         summed=tuple(zone.summed.values()), training=zone.training, title="tokens between cuts",

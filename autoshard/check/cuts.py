@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.axes.batch_walk import SIZED_BY_VALUES
-from autoshard.axes.given import is_where_alone
+from autoshard.axes.given import is_sized_by_values
 from autoshard.axes.groups import AxisGroup, AxisGroups
 from autoshard.axes.regions import OUTSIDE
 from autoshard.axes.tokens import depends_on_length, divide_context
@@ -236,9 +235,8 @@ def _modules_by_values(graph: ModelGraph) -> set[str]:
         return set()
     found = set()
     for op in graph.ops:
-        name, dtypes = name_of(op), {graph.values[value].dtype for value in op.inputs}
-        by_mask = name.startswith(("index", "_index_put")) and torch.bool in dtypes
-        if by_mask or name in SIZED_BY_VALUES or is_where_alone(op):
+        by_mask = "index" in name_of(op) and any(graph.values[value].dtype is torch.bool for value in op.inputs)
+        if by_mask or is_sized_by_values(graph, op):
             found.add(graph.calls[op.call].path)
     return found
 

@@ -108,19 +108,14 @@ def numbers_in(axis: Axis, factor: Factor) -> list[Number]:
 # ---- what the functions of a block should give
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedResult:
-    """One tensor that a function should give: where it is in what the function returns, and its axes."""
-
-    path: str
-    axes: tuple[Axis, ...]
-
-
 @dataclass(slots=True)
 class Site:
-    """The call of a function: its results, and the axes with the factor in what it reads and makes."""
+    """The call of a function: its results, and the axes with the factor in what it reads and makes.
 
-    results: list[ExpectedResult] = field(default_factory=list)
+    `results`: tensors that it should give: where each is in what the function returns, and its axes.
+    """
+
+    results: list[tuple[str, tuple[Axis, ...]]] = field(default_factory=list)
     near: list[Axis] = field(default_factory=list)
 
 
@@ -140,7 +135,7 @@ def sites_of(graph: ModelGraph, walk: AxisWalk, block: Call, factor: Factor) -> 
         site = found.setdefault((*below[row.call], row.function, row.occurrence), Site())
         for path, value in row.outputs:
             if value in walk.axes:
-                site.results.append(ExpectedResult(path=path, axes=walk.axes[value]))
+                site.results.append((path, walk.axes[value]))
         axes = [axis for _, value in (*row.inputs, *row.outputs) for axis in walk.axes.get(value, ())]
         site.near = list(dict.fromkeys(axis for axis in axes if factor in factors_of(axis)))
     return found
@@ -220,16 +215,16 @@ class _Watch(TorchFunctionMode):
 
     def _compare(self, result: Any, site: Site) -> None:
         found = dict(nested.tensors_in(result))
-        for row in site.results:
-            wanted = tuple(local_size(axis, self._slices) for axis in row.axes)
-            shape = tuple(found[row.path].shape) if row.path in found else wanted
+        for path, axes in site.results:
+            wanted = tuple(local_size(axis, self._slices) for axis in axes)
+            shape = tuple(found[path].shape) if path in found else wanted
             # Other dimensions may depend on values, which are wrong on a rank that runs alone.
-            if len(shape) != len(wanted) or any(shape[dim] != wanted[dim] for dim in _cut_dims(row, self._slices)):
+            if len(shape) != len(wanted) or any(shape[dim] != wanted[dim] for dim in _cut_dims(axes, self._slices)):
                 raise ValueError(f"{shape} where {wanted} is due")
 
 
-def _cut_dims(row: ExpectedResult, slices: Mapping[Factor, int]) -> list[int]:
-    return [dim for dim, axis in enumerate(row.axes) if any(factor in slices for factor in factors_of(axis))]
+def _cut_dims(axes: tuple[Axis, ...], slices: Mapping[Factor, int]) -> list[int]:
+    return [dim for dim, axis in enumerate(axes) if any(factor in slices for factor in factors_of(axis))]
 
 
 def _run(
@@ -351,11 +346,11 @@ class _Search:
         path, _, function, occurrence = outcome.failed
         occurrence = -1 if outcome.sizes else occurrence
         found: Sizes = {}
-        for row in self.sites.get(outcome.failed, Site()).results:
-            for dim in _cut_dims(row, {self.factor: 0}):
-                numbers, axis = numbers_in(row.axes[dim], self.factor), describe(row.axes[dim], self.factor)
+        for _, axes in self.sites.get(outcome.failed, Site()).results:
+            for dim in _cut_dims(axes, {self.factor: 0}):
+                numbers, axis = numbers_in(axes[dim], self.factor), describe(axes[dim], self.factor)
                 for argument, length in outcome.lengths.items():
-                    if length == size_of(row.axes[dim]):
+                    if length == size_of(axes[dim]):
                         key = Length(path, function, occurrence, argument, axis, outcome.sizes)
                         found[key] = next(one for one in numbers if one.whole == length)
         yield from _together_then_alone(found)
