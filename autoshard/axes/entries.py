@@ -63,11 +63,6 @@ class Selection:
     keys: int = -1
     mask: int = -1
 
-    @property
-    def count(self) -> int:
-        """How many entries there are."""
-        return self.factor.size
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPlaces:
@@ -191,7 +186,7 @@ class Entries:
         if key not in self._chosen:
             self._chosen[key] = self._select(op, count, self.walk.axes(mask), mask=mask)
         known = self._chosen[key]
-        return known if known.count == count else None
+        return known if known.factor.size == count else None
 
     def _key(self, mask: int, depth: int = 3) -> Any:
         """What computes a mask, the same for `~mask` wherever it is written."""
@@ -297,7 +292,7 @@ class Entries:
             self.walk.give(made, {0: selection.axes[0]})
             return ["apart"]
         selection, at = next(iter(places.values())).selection, min(places)
-        if len(shape) <= at or shape[at] != selection.count or not self._is_of(x, places):
+        if len(shape) <= at or shape[at] != selection.factor.size or not self._is_of(x, places):
             return None
         if selection.mask >= 0:
             self.sized.update(op.outputs)

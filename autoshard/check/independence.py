@@ -286,10 +286,9 @@ class SampleRun:
                 op = self.graph.ops[max(guard.begin - 1, 0)] if self.graph.ops else None
                 raise self.refuse(op, "decides what to do by values of all rows")
             return
+        hits = self.walk.sound.hits
         for value in read_values(guard):
-            if self.walk.state(value) == "shared" or self._is_guarded(guard, value):
-                continue
-            if self.walk.sound.hits.tells(value):
+            if self.walk.state(value) == "shared" or self._is_guarded(guard, value) or hits.tells(value):
                 continue
             asked = asked_of_all(self.graph, value)
             if asked is not None and self.walk.is_the_same(asked[0]):
@@ -300,28 +299,28 @@ class SampleRun:
             tensor, truth = asked
             self.switches[tensor] = bool(guard.result) == truth, truth  # all are true, or none is
 
-    def _is_guarded(self, guard: ValueGuard, value: int) -> bool:
-        """Whether what is asked of each element only decides whether an error is raised."""
-        if guard.guard is None:
-            return False
-        if guard.guard.limit is not None:
-            return self._is_limited(guard, guard.guard, value)
-        asked = asked_of_each(self.graph, value)
-        if asked is None or asked[0] is not bool(guard.result):
-            return False
-        if any(map(self.walk.resized, ops_behind(self.graph, value, asked[1]))):
-            return False  # a number on the way says how many rows there are
-        if len(read_values(guard)) > 1 or any(self.walk.state(one) == "mixed" for one in asked[1]):
-            return False
-        self.guards.add(guard.guard)
-        return True
+    def _is_guarded(self, reading: ValueGuard, value: int) -> bool:
+        """Whether what is asked of each element only decides whether an error is raised.
 
-    def _is_limited(self, reading: ValueGuard, guard: Guard, value: int) -> bool:
-        """Whether the largest element, or the least, is compared with a limit that other rows have as well."""
-        source = number_of_each(self.graph, value, largest=guard.passes)
-        if source is None or len(read_values(reading)) > 1 or self.walk.state(source) == "mixed":
+        It is asked whether all of them are true, or none is, or the largest or the least of them is compared with a
+        limit that other rows have as well.
+        """
+        guard, graph = reading.guard, self.graph
+        if guard is None or len(read_values(reading)) > 1:
             return False
-        if self.limits[0] != self.limits[1]:
+        if guard.limit is not None:
+            source = number_of_each(graph, value, largest=guard.passes)
+            if source is None or self.limits[0] != self.limits[1]:
+                return False
+            sources = [source]
+        else:
+            asked = asked_of_each(graph, value)
+            if asked is None or asked[0] is not bool(reading.result):
+                return False
+            sources = asked[1]
+            if any(map(self.walk.resized, ops_behind(graph, value, sources))):
+                return False  # a number on the way says how many rows there are
+        if any(self.walk.state(one) == "mixed" for one in sources):
             return False
         self.guards.add(guard)
         return True
