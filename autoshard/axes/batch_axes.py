@@ -19,10 +19,10 @@ from autoshard.axes.axis import (
     whole,
 )
 from autoshard.axes.contents import Contents, paired
-from autoshard.axes.given import literals, plain, written_storages
+from autoshard.axes.given import literals, plain
 from autoshard.axes.rules import Axes, Rule, Seen
 from autoshard.axes.walk import AxisWalk
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph, Op, written_storages
 
 State = Literal["shared", "apart", "mixed"]
 """Of a tensor: no sample decides anything of it; each slice of the factor belongs to one sample; anything else."""

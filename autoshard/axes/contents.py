@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from autoshard.axes.axis import Axis, Factor, describe, factors_of, fresh, whole
-from autoshard.axes.given import arguments_of, computed, literals, written_storages
+from autoshard.axes.given import arguments_of, computed, literals
 from autoshard.axes.reshaping import PARTS
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, written_storages
 from autoshard.plan.batching import with_rows
 from autoshard.plan.sharding import coordinates_of
 

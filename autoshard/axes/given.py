@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, written_storages
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 
@@ -56,11 +56,6 @@ def literals(graph: ModelGraph) -> dict[int, torch.Tensor]:
         for node in graph.fx_graph.nodes
         if node.op == "placeholder" and node.meta.get("kind") == "constant" and "content" in node.meta
     }
-
-
-def written_storages(graph: ModelGraph) -> set[int]:
-    """The storages that any op writes into."""
-    return {graph.values[value].storage for op in graph.ops for value in op.mutates}
 
 
 def writes_elsewhere(graph: ModelGraph) -> bool:

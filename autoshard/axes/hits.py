@@ -20,9 +20,9 @@ import torch
 from autoshard.axes.axis import times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import COPIES
-from autoshard.axes.given import reads_bits, written_storages
+from autoshard.axes.given import reads_bits
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of, written_storages
 
 _PARTS = ("index", "index_select", "_unsafe_index")
 _COUNTS = ("sum", "any", "count_nonzero", "amax")

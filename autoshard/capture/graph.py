@@ -369,7 +369,8 @@ def _trace_of(op: Op) -> str | None:
     return f'  File "{file}", line {line}, in {function}\n    {linecache.getline(file, line).strip()}\n'
 
 
-def _written(graph: ModelGraph) -> set[int]:
+def written_storages(graph: ModelGraph) -> set[int]:
+    """The storages that any op writes into."""
     return {graph.values[value].storage for op in graph.ops for value in op.mutates}
 
 
@@ -381,7 +382,7 @@ def _own(
 
 def _known_values(graph: ModelGraph, model: nn.Module) -> dict[int, torch.Tensor]:
     """What the graph starts from but inputs, by value: parameters, buffers, constants; copies of what it writes."""
-    written, storages = _written(graph), Storages()
+    written, storages = written_storages(graph), Storages()
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),

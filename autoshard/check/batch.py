@@ -80,13 +80,13 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Ax
     """
     with own_random_numbers():
         question = replace(_question(model, inputs, workload, walk.graph, walk), for_replicas=True)
-        for batch in _guesses(question, dim):
-            try:
-                check_apart(question, batch)
-                return
-            except (Mixed, NotRun) as error:
-                raise _refusal(model, f"{error}.") from None
-    raise _refusal(model, "no input has a dimension for it.")
+        batch = next(_guesses(question, dim), None)
+        if batch is None:
+            raise _refusal(model, "no input has a dimension for it.")
+        try:
+            check_apart(question, batch)
+        except (Mixed, NotRun) as error:
+            raise _refusal(model, f"{error}.") from None
 
 
 def _refusal(model: nn.Module, why: str) -> PlanError:

@@ -18,7 +18,7 @@ from autoshard.axes.walk import AxisWalk
 from autoshard.capture.call_log import CallLog, TooManyOps
 from autoshard.capture.capture import Call, record_forward
 from autoshard.capture.fake import SMALL_FLOATS
-from autoshard.capture.graph import ModelGraph, name_of
+from autoshard.capture.graph import ModelGraph, name_of, written_storages
 from autoshard.capture.run import Find
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
 from autoshard.errors import CaptureError
@@ -280,7 +280,7 @@ def _named(place: str, model: nn.Module) -> str:
 def written_in(recorded: RecordedSamples) -> tuple[str, ...]:
     """The buffers that a forward writes or replaces."""
     graph, buffers = recorded.graph, recorded.left.buffers
-    storages = {graph.values[value].storage for op in graph.ops for value in op.mutates}
+    storages = written_storages(graph)
     return tuple(
         sorted(
             tensor.name for tensor in graph.tensors
