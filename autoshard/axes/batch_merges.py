@@ -22,7 +22,7 @@ from autoshard.axes import rules
 from autoshard.axes.axis import covers
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
-from autoshard.axes.given import arguments_of, ops_behind, origin
+from autoshard.axes.given import arguments_of, ops_behind, origin, overwritten_by
 from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, broadcast, dims_of, names
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -62,11 +62,8 @@ class Merges:
     def step(self, op: Op, given: Sequence[State], made: Sequence[State]) -> None:
         """Follow one op; `given` and `made` are the states of what it read and of what it makes."""
         found = self._of(op, given) if "mixed" in made else None
-        graph = self.walk.graph
-        for written in op.mutates:
-            storage = graph.values[written].storage
-            for value in [value for value in self.known if graph.values[value].storage == storage]:
-                del self.known[value]
+        for value in overwritten_by(self.walk.graph, op, self.known):
+            del self.known[value]
         for value, state in zip(op.outputs, made, strict=True):
             if found is not None and state == "mixed":
                 self.known[value] = found

@@ -29,7 +29,7 @@ import torch
 from autoshard.axes.axis import Axis, Factor, covers, factors_of, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import bound_of_filled
-from autoshard.axes.given import arguments_of, is_where_alone, plain, reads_bits
+from autoshard.axes.given import arguments_of, is_where_alone, overwritten_by, plain, reads_bits
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, maker_of, name_of
@@ -134,10 +134,8 @@ class Entries:
 
     def forget(self, op: Op) -> None:
         """Nothing more is known of what an op writes into."""
-        graph = self.walk.graph
-        storages = {graph.values[value].storage for value in op.mutates}
         for table in (self._places, self._rows, self._inverse, self._counts, self._ends, self._sorted):
-            for value in [value for value in table if graph.values[value].storage in storages]:
+            for value in overwritten_by(self.walk.graph, op, table):
                 del table[value]
 
     # ---- places, counts and ends of groups

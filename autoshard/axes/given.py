@@ -58,6 +58,12 @@ def literals(graph: ModelGraph) -> dict[int, torch.Tensor]:
     }
 
 
+def overwritten_by(graph: ModelGraph, op: Op, values: Iterable[int]) -> list[int]:
+    """Those of some values into whose memory an op writes."""
+    storages = {graph.values[value].storage for value in op.mutates}
+    return [value for value in values if graph.values[value].storage in storages]
+
+
 def writes_elsewhere(graph: ModelGraph) -> bool:
     """Whether ops write into tensors that were there before the run, and are neither state of the model nor inputs."""
     known = {graph.values[value].storage for value in (*graph.inputs, *(tensor.value for tensor in graph.tensors))}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autoshard.axes.axis import fresh
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
-from autoshard.axes.given import arguments_of
+from autoshard.axes.given import arguments_of, overwritten_by
 from autoshard.axes.rules import is_pointwise
 from autoshard.capture.graph import Op, name_of
 
@@ -36,11 +36,9 @@ class SamePlaces:
 
     def results(self, op: Op) -> list[State] | None:
         """The state of what is taken at such places alone; None for any other op. To be asked before its rule."""
-        graph = self.walk.graph
-        written = {graph.values[value].storage for value in op.mutates}
-        for value in [value for value in self._known if graph.values[value].storage in written]:
+        for value in overwritten_by(self.walk.graph, op, self._known):
             del self._known[value]
-        if written or len(op.outputs) != 1 or not op.inputs or op.node is None:
+        if op.mutates or len(op.outputs) != 1 or not op.inputs or op.node is None:
             return None
         name, source, made = name_of(op), op.inputs[0], op.outputs[0]
         if name in ("slice", "select") and source in self._known:

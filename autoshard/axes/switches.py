@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.given import arguments_of, computed, literals, plain, reads_bits
+from autoshard.axes.given import arguments_of, computed, literals, overwritten_by, plain, reads_bits
 from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
@@ -139,8 +139,7 @@ class Numbering:
         before = dict(zip(op.inputs, given, strict=True))
         if op.mutates:
             write = (str(op.target), tuple(given), _arguments(op))
-            storages = {graph.values[value].storage for value in op.mutates}
-            for value in [value for value in made if graph.values[value].storage in storages]:
+            for value in overwritten_by(graph, op, made):
                 made[value] = self._number(("written", write, made[value]))
             for place, value in enumerate(op.outputs):
                 if value not in before:
