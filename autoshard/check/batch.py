@@ -206,12 +206,15 @@ def _divided(question: Question, batch: BatchAxis, apart: Apart | None) -> Batch
     recorded = record_twice(question, batch) if apart is None else apart.recorded
     if apart is not None:
         check_left(question, batch, recorded)
+    written = written_in(recorded)
+    if written and apart is not None:
+        raise Mixed(f"the forward writes into {written[0]}, and each part of the batch would do so again")
     outputs = merges_of(recorded, batch, apart)
     flags = {*flags_of(model)} & {*recorded.left.flags}
     return replace(
         batch,
         outputs=tuple(replace(way, axis=with_rows(way.axis, batch.size)) for way in outputs),
-        written=written_in(recorded),
+        written=written,
         flags=() if apart is None else tuple(sorted(flags)),
         frozen=frozen_modules(model, question.given, question.graph, workload),
         proof=f"{ASSUMED} (assume_independent_rows)" if apart is None else "checked op by op",

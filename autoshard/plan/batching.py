@@ -63,8 +63,7 @@ class BatchAxis:
         whole: inputs (paths) that every part gets whole.
         plain: arguments of the checked call that are no tensors, as `runtime.chunks.plain_arguments` writes them.
         shapes: its tensors, as `runtime.chunks.shapes_of` writes them; () in plans of earlier versions.
-        written: buffers that every part writes, and the last one's values stay (counters, tables). None hold statistics
-            of the batch.
+        written: buffers that every part writes, one after another (counters, statistics): only if it is `assumed`.
         frozen: modules in evaluation mode that have to stay so: in training mode they mix rows (batch statistics), or
             may do so. "" is the model with all in it.
         flags: attributes of modules that were True or False and that no forward changes, as `runtime.flags.flags_of`

@@ -111,6 +111,8 @@ def state_in(bound: Mapping[str, Any]) -> str:
 
 def unlike(batch: BatchAxis, model: nn.Module, bound: Mapping[str, Any]) -> str:
     """Say in what a call is not of the kind that was shown to be divisible, "" if in nothing."""
+    if batch.written and not batch.assumed:  # in plans of earlier versions
+        return f"the forward writes into {batch.written[0]}, and each part would do so again"
     known = {*(item.path for item in batch.inputs), *batch.whole}
     more = [path for path, _ in tensors_in(dict(bound)) if path not in known]
     if more:

@@ -53,11 +53,6 @@ def with_batch(plan: Plan, batch: BatchAxis) -> Plan:
     """The plan with how its batch is divided, and with stages placed in the order of its processes."""
     mesh = plan.mesh
     assert mesh is not None
-    if batch.written and not batch.assumed and plan.num_microbatches > 1:
-        raise PlanError(
-            f"the forward writes into {batch.written[0]}, and each micro-batch of a stage would do so again. Write it "
-            "after the step, or plan with --mesh of dp, fsdp and tp."
-        )
     placements = {
         path: plan.devices[mesh.rank(pipeline=number % mesh.pp)].name
         for number, stage in enumerate(plan.stages)

@@ -23,7 +23,6 @@ from autoshard.runtime.devices import check_copies, resolve_device
 from autoshard.runtime.flags import changed_flag
 from autoshard.runtime.given import Given
 from autoshard.runtime.merging import merge
-from autoshard.runtime.moves import set_data
 from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.state import Division, Runtime
 
@@ -76,19 +75,8 @@ class Divide:
             local.divides = False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], parts: Sequence[BatchPart]) -> list[Any]:
-        """The output of each part, which begins with what written buffers were before the call."""
-        outputs, places = [], written_places(self.division.batch.written, module)
-        try:
-            for part in parts:
-                # New ones for each part: autograd refuses what was written after it was saved.
-                fresh = {id(own): own.detach().clone() for _, _, _, own in places}
-                for _, owner, name, own in places:
-                    owner._buffers[name] = fresh[id(own)]
-                outputs.append(run_part(forward, part.args, part.kwargs, type(module).__name__))
-        finally:
-            for _, owner, name, own in places:
-                keep_last(owner, name, own)
-        return outputs
+        """The output of each part."""
+        return [run_part(forward, part.args, part.kwargs, type(module).__name__) for part in parts]
 
     def shares(self, rows: int) -> int | Sequence[int]:
         """Into how many parts so many rows are divided, or the rows of each."""
@@ -133,22 +121,3 @@ def why_whole(batch: BatchAxis, model: nn.Module) -> str:
         if any(module.training for module in model.get_submodule(path).modules()):
             return f"{path or 'the model'} was in evaluation mode at planning, and in training mode it may mix rows"
     return changed_flag(batch.flags, model)
-
-
-def written_places(names: Sequence[str], model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
-    """(path of a module, the module, name, buffer) wherever buffers are that parts write."""
-    wanted = {id(buffer) for name, buffer in model.named_buffers() if name in names}
-    return [
-        (path, module, name, buffer)
-        for path, module in (model.named_modules() if wanted else ())
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
-        if id(buffer) in wanted
-    ]
-
-
-def keep_last(owner: nn.Module, name: str, own: torch.Tensor) -> None:
-    """Give a module its own buffer back, with the values of what is in its place; another shape stays there."""
-    last = owner._buffers[name]
-    if last is not None and last.shape == own.shape:
-        set_data(own, last.detach())
-        owner._buffers[name] = own

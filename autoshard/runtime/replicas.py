@@ -27,7 +27,7 @@ from autoshard.runtime.around import Around
 from autoshard.runtime.chunks import BatchPart
 from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.hooks import to_device
-from autoshard.runtime.microbatches import Divide, keep_last, run_part, written_places
+from autoshard.runtime.microbatches import Divide, run_part
 from autoshard.runtime.moves import named_tensors
 
 _COMPILED = "_compiled_call_impl"
@@ -99,16 +99,11 @@ class Scatter(Divide):
         given = [
             (to_device(part.args, one), to_device(part.kwargs, one)) for part, one in zip(parts, devices, strict=True)
         ]
-        outputs, replica, name = [], module, type(module).__name__
+        outputs, name = [], type(module).__name__
         for device, (args, kwargs) in zip(devices[1:], given[1:], strict=True):
-            replica = replica_of(module, device)
             with current(device):
-                outputs.append(run_part(replica.forward, args, kwargs, name))
+                outputs.append(run_part(replica_of(module, device).forward, args, kwargs, name))
         outputs.insert(0, run_part(forward, *given[0], name))
-        for path, owner, place, own in written_places(self.division.batch.written, module):  # the last part's stay
-            last = replica.get_submodule(path)._buffers[place]
-            owner._buffers[place] = None if last is None else copy_tensor(last.detach(), devices[0])
-            keep_last(owner, place, own)
         output_device = self.runtime.local.calls[-1] or devices[0]
         return [to_device(one, output_device) for one in outputs]
 

@@ -360,11 +360,8 @@ def test_bags_of_other_words_are_refused(offsets, options):
     assert "in the model itself" in refused(Bags(offsets, **options), tokens(4, 6))
 
 
-def test_buffers_that_all_parts_write_alike():
-    assert found(Small(lambda self, x: self.more[0](x), Counter()), torch.randn(4, 6)).written == (
-        "more.0.calls",
-        "more.0.table",
-    )
+def test_buffers_that_all_parts_write_are_refused():
+    assert "writes into more.0.calls" in refused(Small(lambda self, x: self.more[0](x), Counter()), torch.randn(4, 6))
 
 
 def test_arguments_that_are_no_tensors_belong_to_the_plan():

@@ -121,6 +121,6 @@ def test_micro_batches_of_stages_write_no_buffer():
     assert plan.num_microbatches == 4
     with (
         mock.patch("autoshard.runtime.launched.count_processes", lambda: 2),
-        pytest.raises(PlanError, match="the forward writes into counted, and each micro-batch of a stage would"),
+        pytest.raises(PlanError, match="the forward writes into counted, and each part of the batch would"),
     ):
         completed(model, plan, inputs)
