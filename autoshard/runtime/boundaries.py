@@ -62,13 +62,9 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
     away = set(record.placed) != {CPU}
     opened = {outer for path in record.plan.offloaded for outer in above(path)} if away else set()
     execution_devices = resolve_execution_devices(record.placements, modules, record.placements, uncallable, opened)
-    resolved = {
-        name: resolve_device(name)
-        for name in dict.fromkeys([*execution_devices.devices.values(), record.execution_devices[""]])
-    }
-    device = {
-        path: resolved[name] for path, name in {**execution_devices.devices, "": record.execution_devices[""]}.items()
-    }
+    on = {**execution_devices.devices, "": record.execution_devices[""]}
+    resolved = {name: resolve_device(name) for name in set(on.values())}
+    device = {path: resolved[name] for path, name in on.items()}
     first_path = {id(module): path for path, module in modules.items()}
     names = {path: first_path[id(module)] for path, module in model.named_modules(remove_duplicate=False)}
 

@@ -252,12 +252,8 @@ def _rank_state(model: nn.Module, plan: Plan, device: torch.device) -> RankState
     state = state_of_rank(model, plan.cuts, device)
     alone = plan.mesh is not None and plan.mesh.data > 1
     partial = any(tensor.is_meta for tensor in named_tensors(model).values())
-    return RankState(
-        plan=digest_of(plan),
-        model=state.model,
-        weights="" if partial else state.weights,
-        random=() if alone else state.random,
-    )
+    weights, random = "" if partial else state.weights, () if alone else state.random
+    return replace(state, plan=digest_of(plan), weights=weights, random=random)
 
 
 def _make_groups(mesh: Mesh, ranks: ProcessRanks, record: PipelineRecord) -> ProcessRanks | None:
