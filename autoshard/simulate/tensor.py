@@ -19,7 +19,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.simulate.memory import SimulatedDevice
-from autoshard.simulate.traits import OpTraits, find_traits, traits_of
+from autoshard.simulate.traits import OpTraits, traits_of
 
 set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 """(tensor, other): give a tensor the shape and strides of another, keep its history; what `.data =` does in C++."""
@@ -209,7 +209,7 @@ def run_op(
     `devices` are the simulated devices that a `device=` argument may name, `mode` the dispatch mode that called; both
     None outside of `simulate`. Raises RuntimeError if tensors of several devices meet.
     """
-    traits = traits_of.get(func) or find_traits(func)
+    traits = traits_of(func)
     found = _Arguments()
     plain_args = []
     for position, value in enumerate(args):

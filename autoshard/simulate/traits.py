@@ -1,6 +1,7 @@
 """What has to be known of an op before simulated devices run it."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
 
 @dataclass(frozen=True, slots=True)
 class OpTraits:
-    """What has to be known of an op before it runs; looked up once per op."""
+    """What has to be known of an op before it runs."""
 
     composite: bool
     mixing: bool
@@ -46,15 +47,14 @@ class OpTraits:
     cpu_results: tuple[int, ...]
 
 
-traits_of: dict[Any, OpTraits] = {}
-
-
-def find_traits(func: Any) -> OpTraits:
+@cache
+def traits_of(func: Any) -> OpTraits:
+    """Read an op's schema."""
     schema = getattr(func, "_schema", None)
     packet = getattr(func, "overloadpacket", None)
     arguments = schema.arguments if schema is not None else []
     has_out = any(argument.is_out for argument in arguments)
-    traits = OpTraits(
+    return OpTraits(
         composite=isinstance(func, torch_private.OpOverload) and torch_private.is_composite(func),
         mixing=packet in MIXING,
         rowwise=str(packet).startswith("aten._foreach_"),
@@ -67,5 +67,3 @@ def find_traits(func: Any) -> OpTraits:
         cpu_arguments=CPU_ARGUMENTS.get(packet, ()),
         cpu_results=CPU_RESULTS.get(packet, ()),
     )
-    traits_of[func] = traits
-    return traits
