@@ -34,7 +34,7 @@ def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Resul
     for path in (path for row in results for path in row.modules if path not in modules):
         raise PlanError(f"the plan knows what {path!r} gives, which this {type(model).__name__} does not have.")
     blocks = {block for cut in cuts for block in cut.blocks}
-    running = Running()
+    running: set[int] = set()
     handles: list[Any] = []
     for row in results:
         for path in row.modules:
@@ -43,10 +43,12 @@ def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Resul
             elif row.parts:
                 handles.append(modules[path].register_forward_hook(partial(_refuse_alone, path, running, False)))
     if any(row.parts for row in results):
-        handles += running.follow([model])
-    around, divided = Running(), _with_divided_tokens(cuts)
+        handles += _follow([model], running)
+    divided = _with_divided_tokens(cuts)
+    around: set[int] = set()
     handles += [modules[path].register_forward_hook(partial(_refuse_alone, path, around, True)) for path in divided]
-    return handles + around.follow([modules[path] for path in sorted({up for path in divided for up in above(path)})])
+    outer = sorted({up for path in divided for up in above(path)})
+    return handles + _follow([modules[path] for path in outer], around)
 
 
 def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
@@ -62,43 +64,29 @@ def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
     return sorted(found - {""} - (ends["divide"] & ends["join"]))
 
 
-class Running:
-    """Whether some modules run: what others in them hand to each other then may be a rank's part."""
+def _follow(modules: Sequence[nn.Module], running: set[int]) -> list[Any]:
+    """Keep the ids of those of some modules that run: what others in them hand to each other may be a rank's part."""
+    handles = [module.register_forward_pre_hook(partial(_note, running, True)) for module in modules]
+    return handles + [
+        module.register_forward_hook(partial(_note, running, False), always_call=True) for module in modules
+    ]
 
-    def __init__(self) -> None:
-        self.modules: set[int] = set()
 
-    def follow(self, modules: Sequence[nn.Module]) -> list[Any]:
-        """Watch when they run; returns handles."""
-        return [
-            handle
-            for module in modules
-            for handle in (
-                module.register_forward_pre_hook(self.begin),
-                module.register_forward_hook(self.end, always_call=True),
-            )
-        ]
-
-    def begin(self, module: nn.Module, args: tuple) -> None:
-        """Pre-hook of one of them."""
-        if not torch.compiler.is_compiling():
-            self.modules.add(id(module))
-
-    def end(self, module: nn.Module, args: tuple, result: Any) -> None:
-        """Hook of one of them, also after an exception."""
-        if not torch.compiler.is_compiling():
-            self.modules.discard(id(module))
+def _note(running: set[int], runs: bool, module: nn.Module, args: tuple, result: Any = None) -> None:
+    """Pre-hook of such a module, and hook, also after an exception."""
+    if not torch.compiler.is_compiling():
+        (running.add if runs else running.discard)(id(module))
 
 
 def _refuse_alone(
-    path: str, running: Running, only_trained: bool, module: nn.Module, args: tuple, result: Any
+    path: str, running: set[int], only_trained: bool, module: nn.Module, args: tuple, result: Any
 ) -> None:  # fmt: skip
     """Hook of a module that gives parts while others run: it can't be called by itself.
 
     `only_trained`: it gives parts while gradients are enabled, and is run again in a backward.
     """
     whole = only_trained and (not torch.is_grad_enabled() or torch_private.autograd_node() is not None)
-    if not torch.compiler.is_compiling() and not running.modules and not whole:
+    if not torch.compiler.is_compiling() and not running and not whole:
         raise ApplyError(
             f"{path} was called by itself, and gives each rank a part: the rest of the model works on parts. "
             'Call the whole model, or place whole modules (strategy="balanced").'
