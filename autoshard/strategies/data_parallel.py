@@ -1,12 +1,13 @@
 """data-parallel: a replica of the model on every device, each with its part of the batch.
 
-    cuda:0  (fast)   rows 0 1 2 3 4        rows are divided evenly, by speed or by memory, whichever fits and is best;
-    cuda:1  (slow)   rows 5 6 7            devices that would make a pass longer are left out
+    cuda:0  (fast)   rows 0 1 2 3 4        rows go from one device to another as long as the pass gets shorter by it,
+    cuda:1  (slow)   rows 5 6 7            or fits; devices that would make it longer are left out
 
 The fastest devices are tried, and those with the most memory, of every number: less work on more devices is compared.
 """
 
 from collections.abc import Sequence
+from itertools import permutations
 
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
@@ -15,8 +16,11 @@ from autoshard.engine.replicas import ReplicaPass, Replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
-from autoshard.plan.sharding import even_shares, proportional_shares
+from autoshard.plan.sharding import even_shares
 from autoshard.profile.profile import Profile
+
+_WORTH = 1e-3
+"""Part of a pass, or of memory, that other shares must save."""
 
 
 def data_parallel(profile: Profile, cluster: Cluster, batch: BatchAxis, *, objective: str = "throughput") -> Plan:
@@ -64,18 +68,28 @@ def _device_sets(replicas: Replicas, able: Sequence[Device]) -> list[tuple[Devic
 
 
 def _divided(replicas: Replicas, cluster: Cluster, devices: tuple[Device, ...], objective: str) -> ReplicaPass:
-    """The best of the batch divided evenly, by the speed of the devices, and by their memory."""
-    size = replicas.batch.size
-    speeds = [1 / max(replicas.seconds(device, size), 1e-30) for device in devices]
-    rooms = [max(device.budget_bytes, 1) for device in devices]
-    parts = [[round(1e6 * part / max(some)) or 1 for part in some] for some in (speeds, rooms)]
-    divided = dict.fromkeys([even_shares(size, len(devices)), *(proportional_shares(size, some) for some in parts)])
+    """Divide the batch over these devices: evenly, then by moving rows, ever fewer, as long as that is better."""
 
     def cost(one: ReplicaPass) -> tuple[float, float]:
         """What is lacking, then what is minimised."""
         return max(0, -one.lacking.free_bytes), one.value(objective)
 
-    return min((replicas.run(cluster, devices, rows) for rows in divided), key=cost)
+    size, count = replicas.batch.size, len(devices)
+    best = replicas.run(cluster, devices, even_shares(size, count))
+    equal = len({(device.speed, device.memory_bytes) for device in devices}) == 1
+    step = 0 if equal and best.lacking.free_bytes >= 0 else max(1, size // (2 * count))
+    while step:
+        moved = (
+            tuple(own + step * ((at == to) - (at == away)) for at, own in enumerate(best.rows))
+            for away, to in permutations(range(count), 2) if best.rows[away] > step
+        )  # fmt: skip
+        least = min((replicas.run(cluster, devices, rows) for rows in moved), key=cost, default=best)
+        lack, value = cost(best)
+        if cost(least) < (lack, value * (1 - _WORTH)):
+            best = least
+        else:
+            step //= 2
+    return best
 
 
 def _reasons(
