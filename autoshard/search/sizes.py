@@ -6,6 +6,7 @@ other size takes a recorded run of the model, so large models have fewer cells.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import product
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.engine.estimate import Estimate
@@ -64,12 +65,13 @@ def cells(
     sizes: Workload,
     record: Callable[[Workload], Profile],
 ) -> Iterator[Cell]:
-    """The plan's own cell, then other sizes of it.
+    """The plan's own cell, then other sizes of it, the nearest first.
 
     `sizes`: its workload with the batch and length that were recorded. `record` measures the model at others.
     """
     yield _cell(plan, estimate, sizes, own=True)
-    for asked in _other_sizes(sizes)[: MOST_OPS // max(1, len(profile.graph.ops))]:
+    near, far = _other_sizes(sizes)
+    for asked in (*near, *far)[: MOST_OPS // max(1, len(profile.graph.ops))]:
         try:
             found = price(for_size(plan, asked), record(asked), cluster)
         except AutoshardError:  # the model takes no such sequence, or the plan no so small batch
@@ -77,13 +79,21 @@ def cells(
         yield _cell(plan, found, asked)
 
 
-def _other_sizes(sizes: Workload) -> list[Workload]:
-    """Batches and lengths around that of the plan, of which one differs."""
-    found = []
-    for name, factors in (("batch_size", (2, 0.5, 4)), ("sequence_length", (2, 0.5))):
-        size = getattr(sizes, name) or 0
-        others = [int(factor * size) for factor in factors if factor * size == int(factor * size) > 0]
-        found += [replace(sizes, **{name: other, "assumed": False}) for other in others]  # type: ignore[arg-type]
+def _other_sizes(sizes: Workload) -> tuple[list[Workload], list[Workload]]:
+    """Batches and lengths around that of the plan: where one of them differs, and where both do."""
+    found: tuple[list[Workload], list[Workload]] = ([], [])
+    seen: set[tuple[float | None, float | None]] = {(sizes.batch_size, sizes.sequence_length)}
+    for rows, length in product((1, 2, 0.5, 4), (1, 2, 0.5)):
+        batch = None if sizes.batch_size is None else sizes.batch_size * rows
+        tokens = None if sizes.sequence_length is None else sizes.sequence_length * length
+        if (batch, tokens) in seen or any(one is not None and one != int(one) for one in (batch, tokens)):
+            continue
+        seen.add((batch, tokens))
+        other = replace(
+            sizes, batch_size=None if batch is None else int(batch),
+            sequence_length=None if tokens is None else int(tokens), assumed=False,
+        )  # fmt: skip
+        found[rows != 1 and length != 1].append(other)
     return found
 
 

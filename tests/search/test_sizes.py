@@ -41,7 +41,7 @@ def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "make_page", lambda *_, **shown: cells.extend(shown["cells"]) or "")
     run("report", file, "-o", tmp_path / "page.html", "--no-compare")
     own = next(cell for cell in cells if cell.own)
-    assert len(cells) > 4
+    assert len(cells) > 6
     for cell in (own, cells[-1]):
         said = json.loads(run("estimate", file, "--batch", cell.batch, "--seq", cell.tokens, "--json"))["estimate"]
         assert cell.seconds == pytest.approx(said["latency_seconds"])
