@@ -56,7 +56,7 @@ class Study:
     def changes(self) -> tuple[str, ...]:
         """What other batches, lengths and numbers of devices would change, in sentences."""
         own = next((cell for cell in self.cells if cell.own), None)
-        return tuple(_changed(own, cell) for cell in self.cells if own is not None and not cell.own)
+        return tuple(_changed(own, cell) for cell in self.cells if own is not None and _steps(own, cell) == 1)
 
     def played(self) -> Played:
         """The step or answer as it is played, on the first device of each pipeline rank."""
@@ -104,18 +104,24 @@ def _to_fit(task: SearchTask, own: RecipeEstimate, estimate: Estimate) -> str:
 
 
 def _cells(done: Study) -> Iterator[Cell]:
-    """The plan's size first, then those that are one step away, as long as they take few enough recipes."""
+    """The plan's size first, then those one step away, then the rest, as long as they take few enough recipes."""
     left: float = MOST_PRICED // max(1, done.searched.priced)
+    works: dict[int, Traced | None] = {done.task.work.tokens: done.traced}
     samples, tokens, devices = done.task.limits.samples, done.task.work.tokens, done.task.devices
-    for size in ((1, 1, 1), (1, 1, 2), (1, 1, 0.5), (2, 1, 1), (0.5, 1, 1), (1, 2, 1), (1, 0.5, 1)):
+    sizes = [(b, t, d) for t in (1, 0.5, 2) for b in (1, 0.5, 2) for d in (1, 0.5, 2)]
+    for size in sorted(sizes, key=lambda size: (sum(part != 1 for part in size), sizes.index(size))):
         batch, length, count = (part * own for part, own in zip(size, (samples, tokens, devices), strict=True))
         topology = _scaled(done.task.topology, size[2])
         if topology is None or batch != int(batch) or length != int(length) or (tokens == 1 and length != 1):
             continue
         cost = 0 if size == (1, 1, 1) else max(1, size[2])
-        traced = (done.traced if length == tokens else _longer(done.traced, int(length))) if left >= cost else None
+        if left < cost:
+            continue
+        left -= cost
+        if length not in works:
+            works[int(length)] = _longer(done.traced, int(length))
+        traced = works[int(length)]
         if traced is not None:
-            left -= cost
             yield _cell(done, traced, int(batch), topology, int(count))
 
 
@@ -154,6 +160,11 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
         cell, mesh=shown_mesh(best.recipe), seconds=best.seconds, tokens_per_second=best.tokens_per_second,
         full=best.memory.used / max(memory, 1),
     )  # fmt: skip
+
+
+def _steps(own: Cell, cell: Cell) -> int:
+    """In how many of its sizes a cell differs."""
+    return sum(getattr(own, name) != getattr(cell, name) for name in ("batch", "tokens", "devices"))
 
 
 def _changed(own: Cell, cell: Cell) -> str:

@@ -84,7 +84,8 @@ def make_page(
         device_colours=device_colours(cluster.names),
         stages=stage_table(plan, estimate),
         transfers=_transfers(estimate),
-        sizes=_sizes(cells if len(cells) > 1 else (), unit_of(plan.workload)),
+        changes=[] if study is None else [as_sentence(change) for change in study.changes],
+        grids=_grids(cells, unit_of(plan.workload)) if len(cells) > 1 else [],
         priced_how=_priced_how(plan),
         alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan),
         why=[as_sentence(reason) for reason in dict.fromkeys(reasons) if reason != start],
@@ -225,17 +226,32 @@ def _transfers(estimate: Estimate) -> Table:
     return transfer_table([*transfer_rows(estimate.transfers), *brought])
 
 
-def _sizes(cells: Sequence[Cell], unit: str) -> Table:
-    """What other sizes take, the plan's own first."""
-    rows, chosen = [], ""
-    for cell in cells:
-        size = [f"batch {cell.batch}"] * bool(cell.batch) + [f"{cell.tokens} tokens"] * bool(cell.tokens)
-        name = ", ".join([*size, f"{cell.devices} device{'s' if cell.devices > 1 else ''}"])
-        chosen = name if cell.own else chosen
-        figures = [format_seconds(cell.seconds), format_number(cell.tokens_per_second), f"{cell.full:.0%}"]
-        rows.append([name, cell.mesh or "nothing fits", *(figures if cell.mesh else [""] * 3)])
-    columns = [Column(title="Size"), Column(title="Plan"), *numbers("Time", f"{unit}/s", "Fullest device")]
-    return Table(label="Other sizes", columns=columns, rows=rows, chosen=chosen)
+def _grids(cells: Sequence[Cell], unit: str) -> list[Table]:
+    """Cells as tables of batches and devices, one per length of the sequence, the plan's own first."""
+    lengths = sorted({cell.tokens for cell in cells}, key=lambda n: (n != next(c.tokens for c in cells if c.own), n))
+    found = []
+    for tokens in lengths:
+        own = [cell for cell in cells if cell.tokens == tokens]
+        counts = sorted({cell.devices for cell in own})
+        rows = []
+        for batch in sorted({cell.batch for cell in own}):
+            at = {cell.devices: cell for cell in own if cell.batch == batch}
+            rows.append([str(batch or "as recorded"), *(_cell(at.get(count), unit) for count in counts)])
+        heads = [f"{count} device{'s' if count > 1 else ''}" for count in counts]
+        label = f"{tokens} tokens per sequence: batch by devices" if tokens else "Batch by devices"
+        chosen = next((str(cell.batch or "as recorded") for cell in own if cell.own), "")
+        columns = [Column(title=head) for head in ("Batch", *heads)]
+        found.append(Table(label=label, columns=columns, rows=rows, chosen=chosen))
+    return found
+
+
+def _cell(cell: Cell | None, unit: str) -> str:
+    if cell is None:
+        return "not priced"
+    if not cell.mesh:
+        return "nothing fits"
+    said = f"{format_seconds(cell.seconds)}, {format_number(cell.tokens_per_second)} {unit}/s"
+    return f"{said}; {cell.mesh}, " + (f"does not fit: {cell.full:.0%}" if cell.full > 1 else f"{cell.full:.0%} full")
 
 
 def _priced_how(plan: Plan) -> str:
