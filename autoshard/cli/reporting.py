@@ -16,7 +16,9 @@ from autoshard.common.files import check_writable, write_whole
 from autoshard.errors import CaptureError, PlanError, SpecError
 
 if TYPE_CHECKING:
+    from autoshard.cluster.cluster import Cluster
     from autoshard.engine.estimate import Estimate, Event
+    from autoshard.plan import Plan
     from autoshard.plan.workload import Workload
     from autoshard.profile.profile import Profile
     from autoshard.search.sizes import Cell
@@ -139,12 +141,14 @@ def _alternatives(opened: Opened) -> "tuple[Alternative, ...]":
 
 
 def _cells(opened: Opened, text: str, estimate: "Estimate") -> "tuple[Cell, ...]":
-    """Price other sizes, each from a recorded run of its own."""
+    """Price other sizes and devices, each from a recorded run of its own."""
     from autoshard.api import profile
     from autoshard.cli.target import of_other_size
+    from autoshard.search.planning import place
+    from autoshard.search.request import Request
     from autoshard.search.sizes import cells
 
-    loaded, recorded = opened.loaded, opened.profile
+    loaded, plan, recorded = opened.loaded, opened.plan, opened.profile
 
     def record(workload: "Workload") -> "Profile":
         try:
@@ -153,9 +157,15 @@ def _cells(opened: Opened, text: str, estimate: "Estimate") -> "tuple[Cell, ...]
             raise CaptureError(str(error)) from error
         return profile(other.model, other.inputs, workload=other.workload)
 
-    with step("pricing other sizes"):
+    def plan_anew(cluster: "Cluster") -> "Plan":
+        request = Request(
+            model=loaded.model, inputs=loaded.inputs, profile=recorded, cluster=cluster, objective=plan.objective
+        )
+        return place(request, plan.strategy, advise=False)  # advice where nothing fits takes longer than all the rest
+
+    with step("pricing other sizes and devices"):
         sizes = loaded.sizes or recorded.workload
-        return tuple(cells(opened.plan, estimate, recorded, opened.cluster, sizes, record))
+        return tuple(cells(plan, estimate, recorded, opened.cluster, sizes, record, plan_anew))
 
 
 @command

@@ -1,4 +1,4 @@
-"""The cells of a page hold what the command line says for the same request."""
+"""The cells of a page hold what the command line says for the same request: of the plan, and of other devices."""
 
 import importlib
 import json
@@ -41,12 +41,20 @@ def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     monkeypatch.setattr(page, "make_page", lambda *_, **shown: cells.extend(shown["cells"]) or "")
     run("report", file, "-o", tmp_path / "page.html", "--no-compare")
     own = next(cell for cell in cells if cell.own)
-    assert len(cells) > 6
-    for cell in (own, cells[-1]):
+    here = [cell for cell in cells if not cell.card]
+    assert len(here) > 6
+    for cell in (own, here[-1]):
         said = json.loads(run("estimate", file, "--batch", cell.batch, "--seq", cell.tokens, "--json"))["estimate"]
         assert cell.seconds == pytest.approx(said["latency_seconds"])
         assert cell.tokens_per_second == pytest.approx(cell.batch * cell.tokens / said["latency_seconds"])
         assert cell.full == pytest.approx(max(row["peak_bytes"] / row["memory_bytes"] for row in said["devices"]))
+    others = [cell for cell in cells if cell.card and cell.mesh]
+    assert bool(others) == (strategy == "balanced")
+    for cell in others[:2] if case == "placed" else ():
+        devices = f"{cell.devices}x{cell.card}".replace(" ", "")
+        asked = (net, "-d", devices, "--strategy", strategy, "--batch", 8, "--seq", 16, "--json")
+        said = json.loads(run("plan", *asked))["estimate"]
+        assert cell.seconds == pytest.approx(said["latency_seconds"])
 
 
 def test_a_divided_plan_with_another_batch_is_the_one_that_is_made_for_it():

@@ -232,12 +232,12 @@ def _grids(cells: Sequence[Cell], unit: str) -> list[Table]:
     found = []
     for tokens in lengths:
         own = [cell for cell in cells if cell.tokens == tokens]
-        counts = sorted({cell.devices for cell in own})
+        places = sorted({(cell.card, cell.devices) for cell in own})
         rows = []
         for batch in sorted({cell.batch for cell in own}):
-            at = {cell.devices: cell for cell in own if cell.batch == batch}
-            rows.append([str(batch or "as recorded"), *(_cell(at.get(count), unit) for count in counts)])
-        heads = [f"{count} device{'s' if count > 1 else ''}" for count in counts]
+            at = {(cell.card, cell.devices): cell for cell in own if cell.batch == batch}
+            rows.append([str(batch or "as recorded"), *(_cell(at.get(place), unit) for place in places)])
+        heads = [f"{n} x {card}" if card else f"{n} device{'s' if n > 1 else ''}" for card, n in places]
         label = f"{tokens} tokens per sequence: batch by devices" if tokens else "Batch by devices"
         chosen = next((str(cell.batch or "as recorded") for cell in own if cell.own), "")
         columns = [Column(title=head) for head in ("Batch", *heads)]
@@ -257,7 +257,10 @@ def _cell(cell: Cell | None, unit: str) -> str:
 def _priced_how(plan: Plan) -> str:
     if plan.launch:
         return "The best plan of each size."
-    return "This plan with another batch or length, as `autoshard estimate PLAN --batch B --seq S`."
+    return (
+        "On its own devices, this plan with another batch or length, as `autoshard estimate PLAN --batch B --seq S`; "
+        f"on others, whole modules placed anew, as `autoshard plan TARGET --devices SPEC --strategy {plan.strategy}`."
+    )
 
 
 def _meshes(study: Study) -> Table:
