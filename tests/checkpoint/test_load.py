@@ -17,6 +17,7 @@ from autoshard.checkpoint.traced import traced
 from autoshard.errors import ApplyError, CheckpointError
 from autoshard.plan import Plan
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.dispatch import is_applied
 from autoshard.runtime.mapped import file_of
 from autoshard.runtime.moves import named_tensors, tied_groups
 from tests.runtime.cut_checks import CASES, TOLERANCE, make
@@ -117,7 +118,7 @@ def test_a_failure_leaves_the_model_on_meta(tmp_path):
         assert {name: id(p) for name, p in model.named_parameters()} == kept
         assert all(parameter.is_meta for parameter in model.parameters())
         assert model.embed.weight is model.head.weight
-        assert not autoshard.runtime.is_applied(model)
+        assert not is_applied(model)
 
     with pytest.raises(CheckpointError, match=r"2 tensors of this Tied are filled: middle\.weight"):
         load_applied(model, plan, checkpoint, {"embed.weight": sources["embed.weight"]})
