@@ -29,12 +29,20 @@ def flags_of(model: nn.Module) -> tuple[str, ...]:
 
 def changed_flag(planned: Iterable[str], model: nn.Module) -> str:
     """Say which of the planned flags is another now, "" if none is. Others, which nobody read then, don't count."""
-    then = dict(flag.rpartition("=")[::2] for flag in planned)
-    for flag in flags_of(model) if then else ():
+    wanted: dict[str, dict[str, str]] = {}
+    for flag in planned:
         place, _, value = flag.rpartition("=")
-        if then.get(place, value) != value:
-            kind, _, name = place.rpartition(".")
-            return f"{name} of {kind} is {value}, and was {then[place]} when the plan was made"
+        kind, _, name = place.rpartition(".")
+        wanted.setdefault(kind, {})[name] = value
+    found: dict[tuple[str, str], list[bool]] = {}
+    for module in model.modules() if wanted else ():
+        kind = type(module).__name__
+        for name in wanted.get(kind, ()):
+            found.setdefault((kind, name), []).append(getattr(module, name, None) is True)
+    for (kind, name), values in found.items():
+        now, then = _written(values), wanted[kind][name]
+        if now != then:
+            return f"{name} of {kind} is {now}, and was {then} when the plan was made"
     return ""
 
 

@@ -48,6 +48,9 @@ def test_what_changed_is_named():
     assert not changed_flag(planned, model)
     model[2].gated = True
     assert changed_flag(planned, model) == "gated of Flagged is 011, and was 010 when the plan was made"
+    for one in model:  # what is neither True nor False any more has changed, too
+        one.gated = None
+    assert changed_flag(planned, model) == "gated of Flagged is False, and was 010 when the plan was made"
 
 
 @pytest.mark.parametrize(
