@@ -1,6 +1,8 @@
 """What comes from outside of a cut model: modules that share its parameters, and nested tensors of others."""
 
 import gc
+import sys
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 import torch
@@ -13,7 +15,9 @@ from autoshard.runtime.rank_tensor import NESTED
 
 def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
     """Raise `ApplyError` if a module outside of `model` has one of its tensors that are to be cut, by name."""
-    held = {id(tensors[name]): name for name in names}
+    held = _held_elsewhere(model, tensors, names)
+    if not held:
+        return
     with all_listed():
         found = _sharing(model, held)
         if found:
@@ -25,6 +29,24 @@ def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor], name
             f"{name} is also a parameter of a {other} that is not part of this {type(model).__name__}: it would have a "
             "part of it, and a part of its gradient. Apply to the module that holds both, or untie them."
         )
+
+
+def _held_elsewhere(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> dict[int, str]:
+    """Names of tensors, by id, that something holds besides the modules of `model` and the dict `tensors`.
+
+    Most models are cut before that is so: only then all objects of the process have to be looked through.
+    """
+    alone = {"": torch.empty(0)}
+    usual = sys.getrefcount(alone[""])
+    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
+    distinct = {id(table): table for table in tables}.values()  # shallow copies of a module share its tables
+    slots = Counter(id(tensor) for table in distinct for tensor in table.values())
+    times = Counter(id(tensor) for tensor in tensors.values())
+    return {
+        id(tensors[name]): name
+        for name in names
+        if sys.getrefcount(tensors[name]) > usual - 1 + slots[id(tensors[name])] + times[id(tensors[name])]
+    }
 
 
 def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | None:
