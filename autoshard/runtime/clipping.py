@@ -205,7 +205,7 @@ def _norm_of_norms(norms: Sequence[torch.Tensor], norm_type: float) -> torch.Ten
     """The norm of all of which these are norms, each of any shape."""
     if len(norms) < 2:
         return norms[0] if norms else torch.zeros(())
-    return torch.linalg.vector_norm(torch.cat([one.to(norms[0]).reshape(-1) for one in norms]), norm_type)
+    return torch.linalg.vector_norm(torch.cat([one.to(norms[0].device).reshape(-1) for one in norms]), norm_type)
 
 
 def _by_mesh(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
