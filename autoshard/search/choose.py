@@ -28,7 +28,7 @@ from autoshard.runtime.collectives import count_processes
 from autoshard.search.best import Searched, SearchTask, alone
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.limits import Asked
-from autoshard.search.processes import dtype_of, plan_processes, write_plan
+from autoshard.search.processes import WORTH_SAYING, dtype_of, plan_processes, write_plan
 from autoshard.search.reasons import explain
 from autoshard.search.traced import Traced, trace, why_undivided
 
@@ -57,8 +57,8 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     stated = workload.batch_size is not None or inputs is not None
     least = 1 if workload.new_tokens or (workload.training and stated) else 2
     if not forced and not running and not _considered(cluster, least, asked):
-        again = partial(choose, model, inputs, workload, asked=asked)
-        return _on_fastest(cluster, again, least, asked) if asked.objective == "latency" else None
+        again = partial(choose, model, inputs, workload)
+        return _on_unequal(cluster, again, least, asked) if asked.objective == "latency" else None
     if workload.training and not stated:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
@@ -129,47 +129,71 @@ def _asked_for(asked: Asked) -> bool:
     return forced
 
 
-def _fastest(cluster: Cluster) -> Cluster:
-    """The devices of the fastest kind; all of them where no kind is the fastest, or something else than cards helps."""
-    devices = computing_devices(cluster)
-    speeds = [(device.flops("bfloat16"), device.bytes_per_second, device.memory_bytes) for device in devices]
-    best = tuple(max(column) for column in zip(*speeds, strict=True)) if devices else ()
-    fast = tuple(device for device, speed in zip(devices, speeds, strict=True) if speed == best)
-    return replace(cluster, devices=fast) if len(devices) == len(cluster.devices) and len(fast) > 1 else cluster
+def _by_speed(cluster: Cluster) -> list[Cluster]:
+    """The devices of the fastest kind, those of the two fastest, and so on: the first three such sets, and all."""
+    speeds = {d.name: (d.flops("bfloat16"), d.bytes_per_second, d.memory_bytes) for d in cluster.devices}
+    sets = [
+        replace(cluster, devices=tuple(device for device in cluster.devices if speeds[device.name] >= least))
+        for least in sorted(set(speeds.values()), reverse=True)
+    ]
+    return [*sets[:3], *sets[3:][-1:]]
 
 
-def _on_fastest(cluster: Cluster, plan: Callable[..., Chosen | None], least: int, asked: Asked) -> Chosen | None:
-    """Plan for the devices of the fastest kind; None where the model does not fit there, or one of them is enough.
+def _on_unequal(cluster: Cluster, plan: Callable[..., Chosen | None], least: int, asked: Asked) -> Chosen | None:
+    """Plan for ranks on the fastest devices, or on slower ones too, as they share equally; None if neither is faster.
 
-    Devices that take turns are never faster than one of these, so ranks on several of them are, if the model fits.
+    Devices that take turns are never faster than one of the fastest with all the memory. Ranks on several equal devices
+    of the fastest kind are faster than that, if the model fits; ranks on unequal ones have to show it.
     """
-    fastest = _fastest(cluster)
-    if not _considered(fastest, least, asked):
+    if not _considered(cluster, least, asked, unequal=True):
         return None
+    forced = replace(asked, launch="processes")
+    fastest, *more = _by_speed(cluster)
+    best = _tried(plan, fastest, asked) if _considered(fastest, max(2, least), asked) else None
+    if best is None:
+        one = fastest.devices[0]
+        whole = sum(device.memory_bytes for device in cluster.devices)
+        alone = _tried(plan, replace(fastest, devices=(replace(one, memory_bytes=whole),)), forced)
+        limit = float("inf") if alone is None else alone.estimate.latency_seconds
+    else:
+        limit = best.estimate.latency_seconds
+    for devices in more:
+        found = _tried(plan, devices, forced) if uneven_reason(devices) is None else None
+        if found is not None and found.estimate.latency_seconds < WORTH_SAYING * limit:
+            best, limit = found, found.estimate.latency_seconds
+    return None if best is None else _saying_what_is_left(best, cluster)
+
+
+def _tried(plan: Callable[..., Chosen | None], cluster: Cluster, asked: Asked) -> Chosen | None:
+    """A plan for some of the devices, None where it is for one of them or can't be made: all together may do."""
     try:
-        found = plan(cluster=fastest)
+        found = plan(cluster=cluster, asked=asked)
     except (PlanError, SpecError):
-        return None  # all devices together may do
-    return None if found is None or len(found.plan.devices) < 2 else _saying_what_is_left(found, cluster)
+        return None
+    several = found is not None and (len(found.plan.devices) > 1 or len(cluster.devices) == 1)
+    return found if several else None
 
 
 def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
     """Say in the reasons which devices a plan for the fastest ones leaves out, and how to start it without them."""
     used = {device.name for device in chosen.cluster.devices}
     left = [device for device in cluster.devices if device.name not in used]
+    if not left:
+        return chosen
     kinds = ", ".join(dict.fromkeys(device.kind for device in left))
     several = f"{left[0].name} and {len(left) - 1} more" if len(left) > 1 else left[0].name
-    said = f"{several} ({kinds}) are not used: a process per device is planned for equal devices, and these are slower"
+    said = f"{several} ({kinds}) are not used: ranks have equal parts, so the others would wait for them"
     if len({device.host for device in cluster.devices}) == 1 and all(one.startswith("cuda:") for one in used):
         numbers = ",".join(one.removeprefix("cuda:") for one in sorted(used, key=lambda one: int(one[5:])))
         said += f"; show processes the others only: CUDA_VISIBLE_DEVICES={numbers}"
     return replace(chosen, plan=replace(chosen.plan, reasons=(said, *chosen.plan.reasons)))
 
 
-def _considered(cluster: Cluster, least: int, asked: Asked) -> bool:
+def _considered(cluster: Cluster, least: int, asked: Asked, *, unequal: bool = False) -> bool:
     """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy.
 
     `least`: so many cards. One is looked at too where it computes a batch in parts, or many tokens one by one.
+    `unequal`: cards may differ, and hosts have unequally many.
     """
     one_process = asked.launch == "one-process" or asked.one_process_alone
     if one_process or asked.strategy not in ("auto", "data-parallel", "hybrid"):
@@ -177,8 +201,9 @@ def _considered(cluster: Cluster, least: int, asked: Asked) -> bool:
     cards = computing_devices(cluster)
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
     return (
-        known and len(cards) == len(cluster.devices) >= least and unequal_reason(cluster) is None
-        and uneven_reason(cluster) is None and not count_processes() and not torch.cuda.is_available()
+        known and len(cards) == len(cluster.devices) >= least
+        and (unequal or (unequal_reason(cluster) is None and uneven_reason(cluster) is None))
+        and not count_processes() and not torch.cuda.is_available()
     )  # fmt: skip
 
 

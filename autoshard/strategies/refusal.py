@@ -61,7 +61,9 @@ def _remedy(
         return said
     lack = float(np.sum(chain.resident_bytes)) - float(np.maximum(chain.capacity_bytes, 0).sum())
     first = max(1, math.ceil(lack / max(short.budget_bytes, 1)))
-    for count in range(first, min(first + 8, _MOST_MORE_DEVICES)):
+    largest = float(np.max(np.asarray(chain.resident_bytes, float) + np.asarray(chain.transient_bytes, float)))
+    last = min(first + 8, _MOST_MORE_DEVICES) if largest <= short.budget_bytes else first  # one unit is on one device
+    for count in range(first, last):
         if works(with_copies(cluster, device, count)):
             more = "one more device" if count == 1 else f"{count} more devices"
             return f"It was checked that it fits with {more} like {short.name}."

@@ -359,6 +359,26 @@ def test_of_unequal_devices_the_fastest_share_the_model():
     assert choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), asked) is None
 
 
+@pytest.mark.parametrize(
+    ("devices", "used"),
+    [
+        ("2xA100-80GB,2xA100-40GB", 4),  # one rate, a little less bandwidth
+        ("1xA100-80GB,1xA100-40GB", 2),
+        ("2xH100-80GB,2xT4", 2),
+        ("4xA100-40GB,4xT4", 4),  # of less than half the rate, and through PCIe
+        ("1xH100-80GB,2xT4", 0),
+    ],
+)
+def test_slower_devices_take_part_where_equal_parts_are_faster(devices, used):
+    model = Decoder(width=512, layers=4)
+    ids = torch.zeros(16, 1024, dtype=torch.long)
+    workload = autoshard.Workload(mode="training", batch_size=16, sequence_length=1024)
+    found = choose(model, {"ids": ids, "labels": ids}, workload, parse_devices(devices), Asked())
+    assert used == (0 if found is None else len(found.plan.devices))
+    if devices.startswith("2xA100-80GB"):
+        assert any("the devices are unequal" in reason for reason in found.plan.reasons)
+
+
 def running(model, inputs, devices=("cpu:0", "cpu:1"), **asked):
     """What is planned where a process runs for each device."""
     with mock.patch("autoshard.search.choose.count_processes", lambda: len(devices)):
