@@ -14,6 +14,7 @@ from torch import nn
 from autoshard.capture.changed import changed_parameters
 from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
+from autoshard.cluster.device import Device
 from autoshard.cluster.topology import computing_devices, unequal_reason, uneven_reason
 from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
@@ -129,43 +130,53 @@ def _asked_for(asked: Asked) -> bool:
     return forced
 
 
-def _by_speed(cluster: Cluster) -> list[Cluster]:
-    """The devices of the fastest kind, those of the two fastest, and so on: the first three such sets, and all."""
+def _alike(cluster: Cluster) -> list[Cluster]:
+    """Sets of devices that may be ranks, equally many on each host: of the fastest kind, of the two fastest, and so on.
+
+    The first three kinds, and all of them.
+    """
     speeds = {d.name: (d.flops("bfloat16"), d.bytes_per_second, d.memory_bytes) for d in cluster.devices}
-    sets = [
-        replace(cluster, devices=tuple(device for device in cluster.devices if speeds[device.name] >= least))
-        for least in sorted(set(speeds.values()), reverse=True)
-    ]
-    return [*sets[:3], *sets[3:][-1:]]
+    kinds = sorted(set(speeds.values()), reverse=True)
+    sets: list[Cluster] = []
+    for least in [*kinds[:3], *kinds[3:][-1:]]:
+        hosts: dict[str, list[Device]] = {}
+        for device in cluster.devices:
+            if speeds[device.name] >= least:
+                hosts.setdefault(device.host, []).append(device)
+        for count in sorted({len(own) for own in hosts.values()}, reverse=True):
+            devices = tuple(device for own in hosts.values() if len(own) >= count for device in own[:count])
+            sets.append(replace(cluster, devices=devices))
+    return sets
 
 
 def _on_unequal(cluster: Cluster, plan: Callable[..., Chosen | None], least: int, asked: Asked) -> Chosen | None:
-    """Plan for ranks on the fastest devices, or on slower ones too, as they share equally; None if neither is faster.
+    """Plan for ranks on some of the devices, as they share equally; None if one of the fastest is as fast alone.
 
     Devices that take turns are never faster than one of the fastest with all the memory. Ranks on several equal devices
     of the fastest kind are faster than that, if the model fits; ranks on unequal ones have to show it.
     """
     if not _considered(cluster, least, asked, unequal=True):
         return None
+    sets = _alike(cluster)
+    equal = [devices for devices in sets if _considered(devices, max(2, least), asked)]
+    found = [one for devices in equal if (one := _tried(plan, devices, asked)) is not None]
+    best = min(found, key=lambda one: one.estimate.latency_seconds, default=None)
     forced = replace(asked, launch="processes")
-    fastest, *more = _by_speed(cluster)
-    best = _tried(plan, fastest, asked) if _considered(fastest, max(2, least), asked) else None
-    if best is None:
-        one = fastest.devices[0]
+    first = best
+    if first is None:
         whole = sum(device.memory_bytes for device in cluster.devices)
-        alone = _tried(plan, replace(fastest, devices=(replace(one, memory_bytes=whole),)), forced)
-        limit = float("inf") if alone is None else alone.estimate.latency_seconds
-    else:
-        limit = best.estimate.latency_seconds
-    for devices in more:
-        found = _tried(plan, devices, forced) if uneven_reason(devices) is None else None
-        if found is not None and found.estimate.latency_seconds < WORTH_SAYING * limit:
-            best, limit = found, found.estimate.latency_seconds
+        alone = (replace(sets[0].devices[0], memory_bytes=whole),)
+        first = _tried(plan, replace(cluster, devices=alone), forced)
+    limit = float("inf") if first is None else first.estimate.latency_seconds
+    for devices in sets:
+        one = None if devices in equal else _tried(plan, devices, forced)
+        if one is not None and one.estimate.latency_seconds < WORTH_SAYING * limit:
+            best, limit = one, one.estimate.latency_seconds
     return None if best is None else _saying_what_is_left(best, cluster)
 
 
 def _tried(plan: Callable[..., Chosen | None], cluster: Cluster, asked: Asked) -> Chosen | None:
-    """A plan for some of the devices, None where it is for one of them or can't be made: all together may do."""
+    """A plan for some of the devices, None where it is for one of several or can't be made: all together may do."""
     try:
         found = plan(cluster=cluster, asked=asked)
     except (PlanError, SpecError):
@@ -182,7 +193,9 @@ def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
         return chosen
     kinds = ", ".join(dict.fromkeys(device.kind for device in left))
     several = f"{left[0].name} and {len(left) - 1} more" if len(left) > 1 else left[0].name
-    said = f"{several} ({kinds}) are not used: ranks have equal parts, so the others would wait for them"
+    slower = {device.kind for device in left} - {device.kind for device in chosen.cluster.devices}
+    why = "ranks have equal parts, and would wait for these" if slower else "every host has equally many ranks"
+    said = f"{several} ({kinds}) {'are' if left[1:] else 'is'} not used: {why}"
     if len({device.host for device in cluster.devices}) == 1 and all(one.startswith("cuda:") for one in used):
         numbers = ",".join(one.removeprefix("cuda:") for one in sorted(used, key=lambda one: int(one[5:])))
         said += f"; show processes the others only: CUDA_VISIBLE_DEVICES={numbers}"

@@ -367,9 +367,11 @@ def test_of_unequal_devices_the_fastest_share_the_model():
         ("2xH100-80GB,2xT4", 2),
         ("4xA100-40GB,4xT4", 4),  # of less than half the rate, and through PCIe
         ("1xH100-80GB,2xT4", 0),
+        ("1 host of 4xA100-40GB, 1 host of 2xA100-40GB", 4),
+        ("2 hosts of 4xA100-40GB, 1 host of 2xA100-40GB", 8),
     ],
 )
-def test_slower_devices_take_part_where_equal_parts_are_faster(devices, used):
+def test_devices_take_part_where_equal_parts_are_faster(devices, used):
     model = Decoder(width=512, layers=4)
     ids = torch.zeros(16, 1024, dtype=torch.long)
     workload = autoshard.Workload(mode="training", batch_size=16, sequence_length=1024)
