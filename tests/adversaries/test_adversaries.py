@@ -106,8 +106,8 @@ PINNED: dict[str, Pins] = {
 
 # Equal ones of the default tests; the others, which are planned and run up to twelve times as well, are `slow`.
 QUICK = {
-    *(f"columns {name}, {COLUMN}" for name in ("TemperatureOfHeads", "NormOfWeight", "ReadByNeighbour")),
-    f"held columns WinnersTakeAll, {COLUMN}", f"divided MaskedAttention, {DATA}", f"divided RelativeBias, {PIPELINE}",
+    *(f"columns {name}, {COLUMN}" for name in ("NormOfWeight", "ReadByNeighbour")),
+    f"held columns WinnersTakeAll, {COLUMN}", f"divided RelativeBias, {PIPELINE}",
     f"carried HooksOnParameters, {DATA}", f"batches BiasOfRows, {DATA}",
 }  # fmt: skip
 

@@ -83,13 +83,13 @@ def check_degrees(model, degrees):
     return said
 
 
-@pytest.mark.parametrize("heads, groups, cut, degrees", [
-    (32, 8, {3, 8}, (3, 8)),
-    *(pytest.param(heads, groups, cut, range(2, 9), marks=pytest.mark.slow) for heads, groups, cut in
-      ((32, 8, {2, 3, 4, 8}), (28, 4, {2, 3, 4}), (25, 25, {2, 3, 5}), (40, 10, {2, 3, 5}), (32, 2, {2, 4}))),
-])  # fmt: skip
-def test_grouped_heads(heads, groups, cut, degrees):
-    said = check_degrees(grouped(heads, groups), degrees)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "heads, groups, cut",
+    [(32, 8, {2, 3, 4, 8}), (28, 4, {2, 3, 4}), (25, 25, {2, 3, 5}), (40, 10, {2, 3, 5}), (32, 2, {2, 4})],
+)
+def test_grouped_heads(heads, groups, cut):
+    said = check_degrees(grouped(heads, groups), range(2, 9))
     assert all(said[degree][0] for degree in cut), said
 
 

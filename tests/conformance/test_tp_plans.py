@@ -11,7 +11,7 @@ from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
 
 CUTTING = ("colwise", "rowwise")  # with what comes before and after in the names of styles
-WITH_PLANS = ("llama", "gemma2", "llama-tied", "phi3", "deepseek-v3", "jamba", "llava")
+WITH_PLANS = ("mixtral", "llama", "gemma2", "llama-tied", "phi3", "deepseek-v3", "jamba", "llava")
 
 
 def written_cuts(model):
@@ -29,7 +29,8 @@ def least_memory(model, inputs):
     return autoshard.plan(model, slow_devices(2), inputs=inputs, strategy="column-parallel", objective="memory")
 
 
-@pytest.mark.parametrize("name", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in WITH_PLANS)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_PLANS)
 def test_what_a_written_plan_cuts(name):
     model = by_name(name).model()
     plan, written = least_memory(model, by_name(name).example()), written_cuts(model)

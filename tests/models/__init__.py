@@ -14,11 +14,11 @@ REFUSED_CASES = [case for case in ALL_CASES if case.refused]
 WORKING_CASES = [case for case in ALL_CASES if not case.refused]
 
 DEFAULT = {
-    *("llama", "mixtral", "bert", "t5", "whisper", "convnext"),
+    *("llama", "mixtral", "t5", "convnext"),
     *("value-branch", "counted-loop", "routed-experts", "generator-child", "dataclass-output", "mutated-dict"),
     *("looped", "direct-forward", "bare-parameters", "running-buffers-train", "three-way-tie"),
     *("checkpointed-reentrant", "adds-to-argument", "cached-tables", "parametrized", "custom-function", "unet"),
-    *("encoder-norm-first-train", "reads-devices"),
+    "reads-devices",
 }
 """What the default tests look at where they look at architectures; the nightly ones (-m slow) look at all."""
 
