@@ -30,7 +30,7 @@ def run(*command: str, **variables: str) -> subprocess.CompletedProcess:
 
 
 # Arguments for the default tests; the whole of these runs with the slow ones.
-SHORTER = {"plan_llama_405b.py": ("16xH100-80GB", "8xH200")}
+SHORTER = {"plan_llama_405b.py": ("8xH200",)}
 # What runs without a launcher, in processes of its own, with the slow tests.
 ALONE = ("ddp.py", "restart.py", "column_parallel.py")
 

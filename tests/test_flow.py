@@ -113,7 +113,13 @@ def placements_of(profile, seed):
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
 @pytest.mark.parametrize("seed", [0, 1], ids=["intervals", "random"])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "mamba", "adds-to-argument", "three-way-tie", "reads-devices"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "adds-to-argument", "three-way-tie", "reads-devices"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "t5", "mamba")),
+    ],
+)
 def test_peaks_are_those_of_simulated_devices(name, seed, training):
     case, graph = by_name(name), captured(name, training)
     placements = placements_of(profile_graph(graph, TRAINING if training else INFERENCE), seed)

@@ -110,6 +110,11 @@ QUICK = {
     f"held columns WinnersTakeAll, {COLUMN}", f"divided RelativeBias, {PIPELINE}",
     f"carried HooksOnParameters, {DATA}", f"batches BiasOfRows, {DATA}",
 }  # fmt: skip
+# Sound ones that are `slow`: what they do, quicker ones do as well.
+LONG = {
+    "cut NormedBlocks", "cut PlainAttention", "divided Recurrent", "divided TorchEncoder", "divided ReadAlongLines",
+    "divided TorchLosses",
+}  # fmt: skip
 
 KINDS: dict[str, tuple[dict[str, Adversary], tuple[str, ...]]] = {
     "columns": (COLUMNS, COLUMN_ONLY),
@@ -158,7 +163,12 @@ def _slow(name: str, strategy: str, pin: str) -> list[pytest.MarkDecorator]:
 
 def _sound() -> list[Any]:
     return [
-        pytest.param(case, strategy, id=f"{name}, {strategy}", marks=_wrong(pin))
+        pytest.param(
+            case,
+            strategy,
+            id=f"{name}, {strategy}",
+            marks=[*_wrong(pin), *([pytest.mark.slow] if name in LONG else [])],
+        )
         for name, case, strategy, pin in _pins()
         if name.startswith(("cut", "divided", "held honest")) and strategy != PIPELINE and "honest others" not in name
     ]

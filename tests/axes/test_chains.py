@@ -79,7 +79,7 @@ def run(x, others, steps, out):
     return made
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(chains())
 def test_chains_of_ops(chain):
     first, steps, out = chain
@@ -115,7 +115,7 @@ def equations(draw):
     return equation, shapes
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(equations())
 def test_einsum(case):
     equation, shapes = case
@@ -138,6 +138,7 @@ def products(draw):
     return x, y
 
 
+@settings(max_examples=60)
 @given(products())
 def test_matrix_products(shapes):
     given = [torch.randn(shape, dtype=torch.float64) for shape in shapes]

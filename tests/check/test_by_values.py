@@ -51,7 +51,7 @@ class Fused(nn.Module):
         return made.view(x.shape)
 
 
-@pytest.mark.parametrize("kind", [Experts, Fused])
+@pytest.mark.parametrize("kind", [pytest.param(Experts, marks=pytest.mark.slow), Fused])
 def test_experts_that_few_tokens_leave_out(kind):
     model = Stack(kind).eval()
     calls = [torch.randn(2, length, 24) for length in (9, 1, 2, 30)]

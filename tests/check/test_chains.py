@@ -68,7 +68,11 @@ class Chain(nn.Module):
         return {"y": made}
 
 
-@pytest.mark.parametrize("seed", range(40))
+QUICK = (0, 1, 2, 3, 4, 17, 20)
+MORE = [pytest.param(seed, marks=pytest.mark.slow) for seed in range(40) if seed not in QUICK]
+
+
+@pytest.mark.parametrize("seed", [*QUICK, *MORE])
 def test_parts_are_the_whole(seed):
     torch.manual_seed(seed)
     drawn = random.Random(seed)

@@ -40,7 +40,10 @@ COMPARED = {
 }
 
 
-@pytest.mark.parametrize("name", COMPARED)
+SLOW = ("the longer", "equal rows")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in COMPARED])
 def test_lengths_that_are_compared_with_heads_are_refused_whatever_the_plan_is_made_with(name):
     length, kind = COMPARED[name]
     model = Stack(lambda: Long(kind)).eval()

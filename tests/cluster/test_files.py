@@ -77,7 +77,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.data())
 def test_a_damaged_file_gives_a_cluster_or_a_spec_error(data):
     good = cluster_to_dict(parse_devices("2x24GiB,cpu=10GiB"))

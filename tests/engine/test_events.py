@@ -39,7 +39,6 @@ CASES = {
     "one device": ("1xT4", "balanced", None),
     "placements": ("3xA100-40GB", "balanced", None),
     "training": ("2xA100-40GB,1xH100-80GB", "balanced", TRAINING),
-    "cuts": ("2xA100-40GB", "column-parallel", None),
     "unequal cuts": ("2xA100-40GB", "column-parallel", None),
     "cuts in training": ("2xA100-40GB", "column-parallel", TRAINING),
     "replicas that wait for the host": ("2xA100-40GB", "data-parallel", WAITING),

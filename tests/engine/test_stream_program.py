@@ -49,7 +49,7 @@ def one_device(pass_calls, after, fetch, passes=400):
 times = st.integers(0, 8).map(float)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(0, 4), times, times), min_size=1, max_size=9),
     times,

@@ -61,8 +61,7 @@ def test_loaded_is_from_pretrained(name, dtype, tmp_path):
     assert_equal(autoshard.load(tmp_path, "cpu", dtype=dtype), expected)
 
 
-@pytest.mark.parametrize("name", ["llama-tied", "mixtral"])
-@pytest.mark.parametrize("strategy", ["sequential", "balanced"])
+@pytest.mark.parametrize(("name", "strategy"), [("llama-tied", "sequential"), ("mixtral", "balanced")])
 def test_loaded_to_devices(name, strategy, tmp_path):
     expected, inputs = saved(name, tmp_path), by_name(name).example()
     plan, _ = plan_tightly(profiled(lambda: copy.deepcopy(expected), inputs), strategy)

@@ -79,11 +79,11 @@ def peak_of(name, text, training):
 @pytest.mark.parametrize(
     ("training", "cases"),
     [
-        (True, {"layers": MESHES, "decoder": ("pp=2", "tp=2")}),
-        pytest.param(True, {"decoder": ("dp=2", "fsdp=2")}, marks=pytest.mark.slow),
+        (True, {"layers": MESHES}),
+        pytest.param(True, {"decoder": MESHES}, marks=pytest.mark.slow),
         pytest.param(False, dict.fromkeys(("layers", "decoder"), ("dp=2", "pp=2", "tp=2")), marks=pytest.mark.slow),
     ],
-    ids=["training", "training of replicas", "answers"],
+    ids=["training", "training of a decoder", "answers"],
 )
 def test_peaks(training, cases):
     """All plans in one launch."""

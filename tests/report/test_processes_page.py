@@ -38,13 +38,17 @@ CASES = {
     "answer": ("4xA100-40GB", {"training": False, "new_tokens": 100}, Asked(mesh={"tp": 2, "pp": 2})),
     "forward": ("4xA100-40GB", {"training": False}, Asked(mesh={"dp": 4})),
 }
+SLOW = ("sharded", "tensor", "interleaved")
 
 
 def page_of(found, profile, cluster) -> str:
     return make_page(found.plan, found.estimate, profile, cluster, title="decoder", study=found)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=["pipeline", "answer", "forward", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)],
+)
 def case(request):
     """A study of a plan, its profile and cluster, and its page."""
     spec, changes, given = CASES[request.param]
@@ -128,6 +132,7 @@ def test_memory_by_rank_adds_up_and_the_fullest_is_the_estimate_s(case):
     assert len(estimate.curve) >= 2 and estimate.curve in [rank.curve for rank in estimate.ranks]
 
 
+@pytest.mark.slow
 def test_other_sizes_are_what_would_be_planned_for_them():
     work, cluster = traced(), parse_devices("8xA100-40GB")
     plan, _, _ = plan_processes(work, cluster, Asked())

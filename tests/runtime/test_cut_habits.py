@@ -68,7 +68,7 @@ def gradients(model, ids):
     return {name: parameter.grad.cpu() for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.mark.parametrize("freeze", [first_half, adapters])
+@pytest.mark.parametrize("freeze", [pytest.param(first_half, marks=pytest.mark.slow), adapters])
 def test_gradients_where_some_parameters_are_frozen(freeze):
     """As they were when the plan was made, and thawed afterwards."""
     original, model, ids = net(freeze), net(freeze), torch.arange(6).reshape(2, 3)
@@ -104,10 +104,9 @@ class Kept(nn.Module):
         return self.last(torch.cat([self.kept["first"], made], -1))
 
 
-@pytest.mark.parametrize("change", [lambda out: 2 * out, lambda out: out.flip(-1)], ids=["doubled", "flipped"])
-def test_a_hook_that_keeps_or_changes_the_output_of_a_cut_layer(change):
+def test_a_hook_that_keeps_and_changes_the_output_of_a_cut_layer():
     torch.manual_seed(0)
-    model, x = Kept(change), torch.randn(3, 8)
+    model, x = Kept(lambda out: out.flip(-1)), torch.randn(3, 8)
     plan = autoshard.plan(model, DEVICES, inputs=x, strategy="column-parallel", objective="memory")
     cut = {f"{block}.{shard.name}".lstrip(".") for cut in plan.cuts for block in cut.blocks for shard in cut.shards}
     assert cut & {"first.weight", "second.weight", "last.weight"}

@@ -178,8 +178,7 @@ def test_experts_of_all_ranks_train_and_answer_as_on_one_process(ranks, tmp_path
             assert "not the sum of what each choice makes" in results[kind]
 
 
-@pytest.mark.parametrize("kind", [Fused, Listed])
-@pytest.mark.parametrize("mesh", ["dp=2,ep=2", "fsdp=4,ep=2", "dp=2,fsdp=2,ep=4"])
+@pytest.mark.parametrize(("kind", "mesh"), [(Fused, "fsdp=4,ep=2"), (Listed, "dp=2,fsdp=2,ep=4")])
 def test_plans_that_divide_experts_are_files(kind, mesh):
     plan = launched.completed(plan_of(kind, mesh, launched.size_of(mesh.partition(",ep")[0])), made(kind), INPUTS)
     assert plan.cuts and plan.spread

@@ -202,7 +202,7 @@ CASES = {
     "replicas of columns": ("dp=2,tp=2", {"recompute": "full"}),
     "all": ("dp=2,fsdp=2,tp=2", {}),
 }
-SLOW = ("more columns", "replicas of columns", "all")
+SLOW = ("sharded replicas", "more columns", "replicas of columns", "all")
 
 
 def size_of(mesh):

@@ -70,7 +70,7 @@ def atoms(module, path=""):
     yield from (name for name, _ in module.named_buffers(remove_duplicate=False))
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.integers(0, 10**6), st.integers(0, 10**6), st.booleans())
 def test_any_tree_under_any_map(seed, map_seed, gradients):
     torch.manual_seed(seed)

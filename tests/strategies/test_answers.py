@@ -66,7 +66,7 @@ def read_by_experts(profile: Profile, phase: str) -> int:
     return sum(profile.op_bytes[index] for index in grouped)
 
 
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_token_reads_the_experts_that_are_hit(batch: int) -> None:
     profile = profiled(mixture(), batch_size=batch)
     hit = 1 - (1 - CHOSEN / EXPERTS) ** batch  # of all experts, as expected
@@ -123,7 +123,7 @@ def test_experts_go_to_the_cpu_and_attention_does_not(profile: Profile) -> None:
 HOSTS = "2 hosts of 1xRTX4090"
 
 
-@pytest.mark.parametrize("strategy", ["auto", "balanced", "sequential"])
+@pytest.mark.parametrize("strategy", ["auto", pytest.param("balanced", marks=pytest.mark.slow), "sequential"])
 def test_two_hosts_are_never_one_process(profile: Profile, strategy: str) -> None:
     cluster = parse_devices(HOSTS)
     small = replace(cluster, devices=tuple(replace(d, memory_bytes=8 * 2**30) for d in cluster.devices))

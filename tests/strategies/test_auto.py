@@ -1,7 +1,5 @@
 """auto: the best of all strategies by their estimates, with the others and what stands against them in its reasons."""
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -17,8 +15,6 @@ from autoshard.strategies.compare import explained, value_of
 from tests.blocks import Blocks, Mixes
 from tests.engine.test_mesh_cost import BATCH, INPUTS
 
-OBJECTIVES = ("latency", "throughput", "memory")
-
 
 def request(model=None, *, devices="4xA100-40GB", mode="inference", objective="latency", assumed=False):
     model = model or Blocks()
@@ -29,7 +25,9 @@ def request(model=None, *, devices="4xA100-40GB", mode="inference", objective="l
                    processes=0)  # fmt: skip
 
 
-@pytest.mark.parametrize(("mode", "objective"), list(itertools.product(["inference", "training"], OBJECTIVES)))
+@pytest.mark.parametrize(
+    ("mode", "objective"), [("inference", "latency"), ("training", "throughput"), ("training", "memory")]
+)
 def test_never_worse_than_a_strategy(mode, objective):
     asked = request(mode=mode, objective=objective)
     found = compare(asked)
