@@ -1,17 +1,12 @@
 """House rules that `ast` can check: imports point down, private torch in one place, light import."""
 
 import ast
-import functools
 import graphlib
 import os
-import pathlib
 import subprocess
 import sys
 
-import autoshard
-
-PACKAGE = pathlib.Path(autoshard.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.sources import FILES, PACKAGE, imports, names, nodes_of
 
 # A package may import packages of lower layers, and its own files. What lies at the root besides is named here, too.
 LAYERS = (
@@ -38,35 +33,10 @@ HEAVY = (
 )
 
 
-def package_of(path: pathlib.Path) -> str:
+def package_of(path) -> str:
     """`autoshard/capture/record.py` -> capture; `autoshard/plan/plan.py` -> plan; `autoshard/__init__.py` -> ''."""
     first = path.relative_to(PACKAGE).parts[0]
     return "" if first == "__init__.py" else first.removesuffix(".py")
-
-
-@functools.cache
-def tree(path: pathlib.Path) -> ast.Module:
-    return ast.parse(path.read_text())
-
-
-@functools.cache
-def imports(path: pathlib.Path) -> list[tuple[int, str]]:
-    """(line, dotted module) of every import in a file, also those inside functions."""
-    return [*_imports(path)]
-
-
-def _imports(path: pathlib.Path):
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: write the absolute import"
-            yield node.lineno, node.module or ""
-            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
-
-
-def names(path: pathlib.Path) -> str:
-    return str(path.relative_to(PACKAGE))
 
 
 def test_imports_point_down():
@@ -92,7 +62,7 @@ def test_no_modules_import_each_other():
     modules = {module.removesuffix(".__init__"): path for module, path in modules.items()}
     graph = {module: set() for module in modules}
     for module, path in modules.items():
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     whole = f"{node.module}.{alias.name}"
@@ -105,7 +75,7 @@ def test_functions_and_files_are_short():
     for path in FILES:
         text = path.read_text()
         assert text.count("\n") <= 450, names(path)
-        for node in ast.walk(tree(path)):
+        for node in nodes_of(path):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 assert node.end_lineno - node.lineno < 60, f"{names(path)}:{node.lineno} {node.name}"
 

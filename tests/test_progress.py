@@ -2,14 +2,15 @@
 
 import os
 import pty
-import subprocess
 import sys
+import threading
+import time
 
 import torch
 from torch import nn
 
 import autoshard
-from autoshard.common.progress import watched_by
+from autoshard.common.progress import shown_progress, tell, watched_by
 
 
 def model() -> nn.Module:
@@ -43,36 +44,32 @@ def test_saving_and_loading_tell_bytes(tmp_path):
     assert all(done <= total for done, total in shown)
 
 
-PROGRAM = """
-import time
-from autoshard.common.progress import shown_progress, tell
-with shown_progress("working"):
-    for done in range(0, 3_000_000_000, 250_000_000):
-        tell("bytes", done, 3_000_000_000)
-        with shown_progress("inside"):
-            time.sleep(0.05)
-    for done in range(8):
-        tell("ops", 1000 * done)
-        time.sleep(0.05)
-print("done")
-"""
+def read_all(terminal: int, seen: bytearray) -> None:
+    while True:
+        try:
+            seen += os.read(terminal, 65536)
+        except OSError:  # the other end is closed
+            return
 
 
-def test_a_terminal_shows_amount_and_rate():
+def test_a_terminal_shows_amount_and_rate(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
     ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
-    with subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], stderr=theirs, stdout=subprocess.PIPE, env=environment
-    ) as run:
-        os.close(theirs)
-        seen = b""
-        while True:
-            try:
-                part = os.read(ours, 65536)
-            except OSError:  # the other end is closed
-                break
-            seen += part
-        assert run.stdout is not None and run.stdout.read() == b"done\n"
+    seen = bytearray()
+    reader = threading.Thread(target=read_all, args=(ours, seen))
+    reader.start()
+    with os.fdopen(theirs, "w") as terminal, monkeypatch.context() as patched:
+        patched.setattr(sys, "stderr", terminal)
+        with shown_progress("working"):
+            for done in range(0, 3_000_000_000, 250_000_000):
+                tell("bytes", done, 3_000_000_000)
+                with shown_progress("inside"):
+                    time.sleep(0.05)
+            for done in range(8):
+                tell("ops", 1000 * done)
+                time.sleep(0.05)
+    reader.join()
     os.close(ours)
     text = seen.decode()
     assert "working" in text and "inside" not in text

@@ -2,7 +2,6 @@
 
 import ast
 import importlib.util
-import pathlib
 
 import pytest
 import torch
@@ -10,8 +9,8 @@ import torch.distributed.fsdp  # chains of names lead there
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-PACKAGE = pathlib.Path(__file__).parents[1] / "autoshard"
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if "torch" in path.read_text())
+from tests.sources import FILES, PACKAGE, names, nodes_of
+
 PRIVATE = PACKAGE / "torch_private.py"
 
 
@@ -32,30 +31,30 @@ def has_private(name):
 
 def chain(node):
     """The names of `torch.a.b`, from the second on; None where it begins with something else."""
-    names = []
+    links = []
     while isinstance(node, ast.Attribute):
-        names.append(node.attr)
+        links.append(node.attr)
         node = node.value
-    return names[::-1] if isinstance(node, ast.Name) and node.id == "torch" else None
+    return links[::-1] if isinstance(node, ast.Name) and node.id == "torch" else None
 
 
 def nodes(kind, files):
     """Every node of a kind, with the place where it stands."""
     for path in files:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, kind):
-                yield f"{path.relative_to(PACKAGE)}:{node.lineno}", node
+                yield f"{names(path)}:{node.lineno}", node
 
 
 def test_attributes_of_torch_exist():
     missing, count = [], 0
     for where, node in nodes(ast.Attribute, FILES):
-        names, thing = chain(node), torch
-        for name in names or ():
+        links, thing = chain(node), torch
+        for name in links or ():
             count += 1
             thing = getattr(thing, name, None)
-        if names and thing is None and names[-1] not in ("cuda", "WORLD"):  # None in builds for the CPU, before a group
-            missing.append(f"{where} torch.{'.'.join(names)}")
+        if links and thing is None and links[-1] not in ("cuda", "WORLD"):  # None in builds for the CPU, before a group
+            missing.append(f"{where} torch.{'.'.join(links)}")
     assert not missing and count > 1000
 
 

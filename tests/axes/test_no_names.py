@@ -1,14 +1,11 @@
 """No rule knows a model: names of families, of their layers and of their attributes appear nowhere in the package."""
 
-import pathlib
+import functools
 import re
 
 import pytest
 
-import autoshard
-
-PACKAGE = pathlib.Path(autoshard.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
+from tests.sources import FILES, PACKAGE
 
 # Names of families that are words of English or of this trade.
 ORDINARY = {
@@ -49,11 +46,15 @@ ATTRIBUTES = re.findall(
 READS_CONFIGS = {"capture/inputs.py"}
 
 
+@functools.cache
 def words_of(path):
     """(line, word) of all of a file's text, comments and docstrings too; "a_b" is a word, and so are its parts."""
-    for number, line in enumerate(path.read_text().splitlines(), 1):
-        for word in re.findall(r"[A-Za-z][A-Za-z0-9]*(?:[_-][A-Za-z0-9]+)*", line):
-            yield from ((number, part) for part in {word, *re.split("[_-]", word)})
+    return [
+        (number, part)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for word in re.findall(r"[A-Za-z][A-Za-z0-9]*(?:[_-][A-Za-z0-9]+)*", line)
+        for part in {word, *re.split("[_-]", word)}
+    ]
 
 
 def found(path, names):
