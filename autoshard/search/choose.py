@@ -59,7 +59,8 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     least = 1 if workload.new_tokens or (workload.training and stated) else 2
     if not forced and not running and not _considered(cluster, least, asked):
         again = partial(choose, model, inputs, workload)
-        return _on_unequal(cluster, again, least, asked) if asked.objective == "latency" else None
+        one_by_one = asked.objective == "latency" or (asked.objective == "throughput" and workload.training)
+        return _on_unequal(cluster, again, least, asked) if one_by_one else None
     if workload.training and not stated:
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
