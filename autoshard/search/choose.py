@@ -136,14 +136,15 @@ def _alike(cluster: Cluster) -> list[Cluster]:
 
     The first three kinds, and all of them.
     """
-    speeds = {d.name: (d.flops("bfloat16"), d.bytes_per_second, d.memory_bytes) for d in cluster.devices}
+    cards = computing_devices(cluster)
+    speeds = {card.name: (card.flops("bfloat16"), card.bytes_per_second, card.memory_bytes) for card in cards}
     kinds = sorted(set(speeds.values()), reverse=True)
     sets: list[Cluster] = []
     for least in [*kinds[:3], *kinds[3:][-1:]]:
         hosts: dict[str, list[Device]] = {}
-        for device in cluster.devices:
-            if speeds[device.name] >= least:
-                hosts.setdefault(device.host, []).append(device)
+        for card in cards:
+            if speeds[card.name] >= least:
+                hosts.setdefault(card.host, []).append(card)
         for count in sorted({len(own) for own in hosts.values()}, reverse=True):
             devices = tuple(device for own in hosts.values() if len(own) >= count for device in own[:count])
             sets.append(replace(cluster, devices=devices))
@@ -189,7 +190,7 @@ def _tried(plan: Callable[..., Chosen | None], cluster: Cluster, asked: Asked) -
 def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
     """Say in the reasons which devices a plan for the fastest ones leaves out, and how to start it without them."""
     used = {device.name for device in chosen.cluster.devices}
-    left = [device for device in cluster.devices if device.name not in used]
+    left = [device for device in computing_devices(cluster) if device.name not in used]
     if not left:
         return chosen
     kinds = ", ".join(dict.fromkeys(device.kind for device in left))
@@ -207,7 +208,7 @@ def _considered(cluster: Cluster, least: int, asked: Asked, *, unequal: bool = F
     """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy.
 
     `least`: so many cards. One is looked at too where it computes a batch in parts, or many tokens one by one.
-    `unequal`: cards may differ, and hosts have unequally many.
+    `unequal`: cards may differ, hosts have unequally many, and a CPU or disk may be there for what has no room.
     """
     one_process = asked.launch == "one-process" or asked.one_process_alone
     if one_process or asked.strategy not in ("auto", "data-parallel", "hybrid"):
@@ -215,9 +216,8 @@ def _considered(cluster: Cluster, least: int, asked: Asked, *, unequal: bool = F
     cards = computing_devices(cluster)
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
     return (
-        known and len(cards) == len(cluster.devices) >= least
-        and (unequal or (unequal_reason(cluster) is None and uneven_reason(cluster) is None))
-        and not count_processes() and not torch.cuda.is_available()
+        known and len(cards) >= least and not count_processes() and not torch.cuda.is_available()
+        and (unequal or (len(cards) == len(cluster.devices) and not (unequal_reason(cluster) or uneven_reason(cluster))))
     )  # fmt: skip
 
 

@@ -356,7 +356,8 @@ def test_of_unequal_devices_the_fastest_share_the_model():
     assert found is not None and [one.name for one in found.plan.devices] == [f"cuda:{i}" for i in range(4)]
     assert "cuda:4 and 1 more (A100-SXM-40) are not used" in found.plan.reasons[0]
     assert choose(*given, parse_devices("1xH100-80GB,2xA100-40GB"), asked) is None
-    assert choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), asked) is None
+    with_cpu = choose(*given, parse_devices("4xH100-80GB,2xA100-40GB,cpu=64GiB"), asked)
+    assert with_cpu is not None and with_cpu.plan.mesh == found.plan.mesh
 
 
 @pytest.mark.parametrize(
