@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoshard.cli.console import errors, step
 from autoshard.cli.steps import capturing, check_same_model, devices_of, load, profile_of
-from autoshard.errors import PlanError, SpecError
+from autoshard.common.sizes import format_seconds
+from autoshard.errors import AutoshardError, PlanError, SpecError
 from autoshard.plan import PLAN_FORMAT, Plan
 
 if TYPE_CHECKING:
@@ -82,7 +83,36 @@ def make_plan(
         plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     with step("pricing fewer bits"):
         plan = with_hint(plan, profile, limited_to(cluster, settings["max_memory"]))
-    return _of_one(plan, loaded, profile, cluster, target)
+    made = _of_one(plan, loaded, profile, cluster, target)
+    return made if wishes is None else _saying_processes(made, workload, cluster, settings, wishes)
+
+
+def _saying_processes(
+    made: Opened, workload: "Workload", cluster: "Cluster", settings: dict[str, Any], wishes: dict[str, Any]
+) -> Opened:
+    """The plan, and how much faster a process per device would be, on cards of which only the memory is known."""
+    from autoshard.search.processes import WORTH_SAYING
+    from autoshard.search.reasons import shown_mesh
+
+    cards = [device for device in cluster.devices if device.name.startswith("cuda")]
+    several = len(cards) > 1 and all(card.kind == "generic" for card in cards)
+    free = settings["strategy"] == "auto" and settings["objective"] == "latency" and not settings["pins"]
+    if not (several and free) or made.plan.workload.assumed or any(wish not in (None, "auto") for wish in wishes.values()):
+        return made
+    try:
+        with step("pricing processes"):
+            other = choose(made.loaded, workload, cluster, settings, wishes | {"launch": "processes"})
+    except AutoshardError:
+        return made
+    assert other is not None
+    seconds, best = made.estimate().latency_seconds, other.searched.best
+    if best is None or best.seconds > WORTH_SAYING * seconds:
+        return made
+    words = (
+        f"a process per device would be {seconds / best.seconds:.3g} times as fast (--launch processes): "
+        f"{shown_mesh(best.recipe)}, {format_seconds(best.seconds)}"
+    )
+    return replace(made, plan=replace(made.plan, reasons=(*made.plan.reasons, words)))
 
 
 def choose(

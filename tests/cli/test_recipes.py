@@ -145,3 +145,17 @@ def test_every_kind_of_recipe_is_compared(net):
     assert rows["fsdp"]["possible"] and rows["ddp"]["value"] > 0
     shown = " ".join(run("compare", *words).output.split())
     assert "has the fastest pass, or is the simplest" in shown and "fsdp: fsdp=" in shown
+
+
+def test_of_cards_that_are_not_known_processes_are_named_where_they_are_faster(tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes})
+    )
+    words = ["plan", tmp_path, "-d", "2x24GiB", "--train", "--batch", "8", "--seq", "1024", "--json"]
+    said = json.loads(run(*words).output)["plan"]["reasons"][-1]
+    found = json.loads(run(*words, "--launch", "processes").output)
+    assert "a process per device would be" in said and found["plan"]["mesh"]["dp"] == 2
+    assert said.endswith(format_seconds(found["estimate"]["latency_seconds"]))
+    free = json.loads(run(*words, "--launch", "one-process").output)
+    assert not any("a process per device" in reason for reason in free["plan"]["reasons"])
