@@ -12,7 +12,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import active_cluster, parse_devices
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
-from autoshard.simulate.tensor import SimulatedTensor, all_ours, become, run_op
+from autoshard.simulate.tensor import SimulatedTensor, all_ours, become, run_op, with_ordinary_items
 from autoshard.torch_private import DispatchMode, FakeTensor
 
 MAX_SIMULATED = 128  # torch keeps the index of a device in 8 bits, one of them the sign
@@ -135,7 +135,7 @@ def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     def make_and_move(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
         if isinstance(data, torch.Tensor):
             return make(data, *args, device=device, **kwargs)
-        data = _with_ordinary_items(data)
+        data = with_ordinary_items(data)
         # Not torch.get_default_device(), which calls torch.tensor where the default has no index.
         target = torch.empty(0).device if device is None else torch.device(device)
         if target.type != "cpu" or target.index is None:
@@ -145,15 +145,6 @@ def _keep_index(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
         return made.requires_grad_() if requires_grad else made
 
     return make_and_move
-
-
-def _with_ordinary_items(data: Any) -> Any:
-    """Replace simulated scalars in nested lists by ordinary ones: torch.tensor reads them from memory."""
-    if isinstance(data, SimulatedTensor):
-        return data.plain
-    if isinstance(data, (list, tuple)):
-        return [_with_ordinary_items(item) for item in data]
-    return data
 
 
 def _settable_data(original: Any) -> property:

@@ -87,6 +87,12 @@ class SimulatedTensor(torch.Tensor):
         made = plain if device.index is None else wrap(plain, self.owner.peers[device.index])
         return made.requires_grad_(requires_grad)
 
+    def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
+        return super().__getitem__(_with_readable_lists(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:  # type: ignore[override]
+        super().__setitem__(_with_readable_lists(index), value)
+
     def __deepcopy__(self, memo: dict) -> "SimulatedTensor":
         if id(self) in memo:
             return memo[id(self)]
@@ -116,6 +122,22 @@ class SimulatedTensor(torch.Tensor):
             return
         set_metadata(self, value)
         self.plain, self.owner = value.plain.detach(), value.owner  # same storage, a shape of its own
+
+
+def with_ordinary_items(data: Any) -> Any:
+    """Replace simulated scalars in nested lists by ordinary ones: torch reads them from memory."""
+    if isinstance(data, SimulatedTensor):
+        return data.plain
+    if isinstance(data, (list, tuple)):
+        return [with_ordinary_items(item) for item in data]
+    return data
+
+
+def _with_readable_lists(index: Any) -> Any:
+    """An index of which the lists have ordinary items; tensors in it stay on their devices."""
+    if not isinstance(index, tuple):
+        return index
+    return tuple(with_ordinary_items(item) if isinstance(item, (list, tuple)) else item for item in index)
 
 
 def all_ours(types: Any) -> bool:

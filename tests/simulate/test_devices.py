@@ -114,6 +114,17 @@ def test_lists_of_tensors_may_span_devices_row_by_row(devices):
         torch._foreach_add(ours, ours[::-1])
 
 
+def test_lists_of_tensors_are_indices(devices):
+    """Torch reads the numbers in a list within an index from memory."""
+    plain, at = torch.arange(12.0).reshape(3, 4), torch.tensor([[0, 2], [1, 3]])
+    there, (rows, columns) = plain.to(devices[1]), at.to(devices[1])
+    found = there[tuple(rows), list(columns)]
+    assert found.device == torch.device(devices[1]) and torch.equal(found.cpu(), plain[at[0], at[1]])
+    there[list(rows), tuple(columns)] = 0.0
+    plain[at[0], at[1]] = 0.0
+    assert torch.equal(there.cpu(), plain)
+
+
 def test_views_share_memory_and_versions(devices):
     x = torch.zeros(2, 3, device=TWO)
     view, transposed, strided = x.view(-1)[1:4], x.t(), x.as_strided((2,), (1,), 4)
