@@ -14,7 +14,12 @@ torch.set_num_threads(1)
 
 # No example database and no deadline: the same tests run every time, and none is judged by the clock.
 settings.register_profile(
-    "autoshard", deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "autoshard",
+    deadline=None,
+    database=None,
+    derandomize=True,
+    max_examples=50,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("autoshard")
 

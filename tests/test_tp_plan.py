@@ -24,6 +24,7 @@ def planned(model, inputs, devices=2, **settings):
     return autoshard.plan(model, slow_devices(devices), inputs=inputs, strategy="column-parallel", **settings)
 
 
+@pytest.mark.slow
 def test_the_cuts_of_a_llama_are_those_that_transformers_has_written():
     model, inputs = small()
     plan = planned(model, inputs)
@@ -32,7 +33,8 @@ def test_the_cuts_of_a_llama_are_those_that_transformers_has_written():
     assert written.items() <= found.items(), set(written.items()) - set(found.items())
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the page on plans of transformers, which is run as well, carries one out
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_a_written_plan_is_carried_out(name):
     case = by_name(name)
     model, inputs = case.model(), case.example()

@@ -97,8 +97,8 @@ def everything(folder, plans, saving):
 @pytest.mark.parametrize(
     "meshes",
     [
-        ("fsdp=2", "tp=2", "pp=2"),
-        pytest.param(("fsdp=2,tp=2", "fsdp=2,pp=2", "fsdp=4", "pp=2,tp=2"), marks=pytest.mark.slow),
+        ("fsdp=2", "pp=2"),
+        pytest.param(("fsdp=2,tp=2", "fsdp=2,pp=2", "fsdp=4", "pp=2,tp=2", "tp=4"), marks=pytest.mark.slow),
         pytest.param(("fsdp=2,tp=2,pp=2",), marks=pytest.mark.slow),
     ],
     ids=["two ranks", "four ranks", "eight ranks"],

@@ -170,7 +170,7 @@ for dtype in (torch.bfloat16, torch.float32):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_beyond_the_model(tmp_path):
     """As the system counts it, in a process of its own: little more than the model has."""
-    tensors = {f"w{i}": torch.full((1 << 20, 12), float(i), dtype=torch.bfloat16) for i in range(12)}
+    tensors = {f"w{i}": torch.full((1 << 19, 12), float(i), dtype=torch.bfloat16) for i in range(12)}
     write(tmp_path / "m.safetensors", **tensors)
     command = [sys.executable, "-c", MEASURED, str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -153,7 +153,7 @@ def test_generate_split_at_every_layer(case):
         assert not difference, f"split before layer {index}"
 
 
-@over([case for case in HF_CASES if case.generates], ("t5",))
+@over([case for case in HF_CASES if case.generates], ())
 def test_generate_on_a_plan_for_the_forward(case):
     """Nobody said that the model would generate; it does all the same."""
     for strategy in ("sequential", "balanced"):

@@ -88,7 +88,8 @@ def caches_of_others(case, plan):
         model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
 
 
+@pytest.mark.slow
 def test_ranks_plan_alike():
-    """Each by itself, while the other waits. Of every day, cut models are equal in `test_cuts` and `test_loading`."""
+    """Each by itself, while the other waits. By default, cut models are equal in `test_cuts` and `test_loading`."""
     one, other = run_ranks(plans_by_themselves, 2, timeout_seconds=300, group_seconds=120)
     assert one == other

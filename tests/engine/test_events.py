@@ -74,7 +74,11 @@ def made(case: str):
     return plan, profile, parse_devices(spec)
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("cuts in training", "replicas that wait for the host")
+TIERS = [pytest.param(case, marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES]
+
+
+@pytest.mark.parametrize("case", TIERS)
 def test_events_sum_to_the_estimate(case):
     plan, profile, cluster = made(case)
     estimate = autoshard.estimate(plan, profile, cluster)
@@ -105,7 +109,7 @@ def test_events_sum_to_the_estimate(case):
         assert fetched == pytest.approx(sum(link.seconds for link in estimate.streaming.links), rel=1e-9)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", TIERS)
 def test_nothing_does_two_things_at_once(case):
     found = events(*made(case))
     lanes = {}

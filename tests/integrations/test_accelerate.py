@@ -76,7 +76,9 @@ def trained(model, tmp_path, clipped=1.0):
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-@pytest.mark.parametrize("strategy", ["balanced", pytest.param("pipeline", marks=pytest.mark.slow), "column-parallel"])
+@pytest.mark.parametrize(
+    "strategy", ["balanced", *(pytest.param(one, marks=pytest.mark.slow) for one in ("pipeline", "column-parallel"))]
+)
 def test_trainer_leaves_an_applied_model_where_it_is(strategy, tmp_path):
     clipped = 0.0 if strategy == "column-parallel" else 1.0  # torch's own clipping knows nothing of parts, and raises
     expected, model = trained(decoder(2), tmp_path, clipped), decoder(2).train()

@@ -14,7 +14,7 @@ REFUSED_CASES = [case for case in ALL_CASES if case.refused]
 WORKING_CASES = [case for case in ALL_CASES if not case.refused]
 
 DEFAULT = {
-    *("llama", "mixtral", "t5", "convnext"),
+    *("llama", "t5", "convnext"),
     *("value-branch", "counted-loop", "routed-experts", "generator-child", "dataclass-output", "mutated-dict"),
     *("looped", "direct-forward", "bare-parameters", "running-buffers-train", "three-way-tie"),
     *("checkpointed-reentrant", "adds-to-argument", "cached-tables", "parametrized", "custom-function", "unet"),

@@ -79,8 +79,8 @@ def peak_of(name, text, training):
 @pytest.mark.parametrize(
     ("training", "cases"),
     [
-        (True, {"layers": MESHES}),
-        pytest.param(True, {"decoder": MESHES}, marks=pytest.mark.slow),
+        (True, {"layers": ("fsdp=2", "pp=2", "tp=2")}),
+        pytest.param(True, {"layers": ("dp=2",), "decoder": MESHES}, marks=pytest.mark.slow),
         pytest.param(False, dict.fromkeys(("layers", "decoder"), ("dp=2", "pp=2", "tp=2")), marks=pytest.mark.slow),
     ],
     ids=["training", "training of a decoder", "answers"],

@@ -27,7 +27,10 @@ TWO = LocalRanks.of(["cpu", "cpu"])
 IDS = torch.tensor([[3, 1, 4, 1, 5]])
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "words"])
+LATER = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in ("words", "attention", "means")]
+
+
+@pytest.mark.parametrize("name", ["attention", "means", *LATER])
 def test_equal_to_the_original(name, monkeypatch):
     """Over three; `test_two_ranks` has two of each case."""
     made = []

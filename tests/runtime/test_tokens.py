@@ -175,7 +175,7 @@ EXPECTED = {
 @sharded_replicas
 @pytest.mark.parametrize(
     "kinds",
-    [(Block, Mixing, Counting), pytest.param((NormsBehind, Dropping, Flat), marks=pytest.mark.slow)],
+    [(Block, Counting), pytest.param((Mixing, NormsBehind, Dropping, Flat), marks=pytest.mark.slow)],
     ids=["usual", "more"],
 )
 def test_steps_are_those_of_one_process(kinds):

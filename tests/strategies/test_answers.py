@@ -123,7 +123,9 @@ def test_experts_go_to_the_cpu_and_attention_does_not(profile: Profile) -> None:
 HOSTS = "2 hosts of 1xRTX4090"
 
 
-@pytest.mark.parametrize("strategy", ["auto", pytest.param("balanced", marks=pytest.mark.slow), "sequential"])
+@pytest.mark.parametrize(
+    "strategy", ["auto", *(pytest.param(one, marks=pytest.mark.slow) for one in ("balanced", "sequential"))]
+)
 def test_two_hosts_are_never_one_process(profile: Profile, strategy: str) -> None:
     cluster = parse_devices(HOSTS)
     small = replace(cluster, devices=tuple(replace(d, memory_bytes=8 * 2**30) for d in cluster.devices))
@@ -178,7 +180,7 @@ def test_70b_at_home_is_streamed_or_stays_on_the_cpu_and_4_bit_is_named() -> Non
     assert any("--dtype int4" in reason for reason in plan.reasons)
 
 
-@pytest.mark.parametrize("strategy", ["auto", "pipeline"])
+@pytest.mark.parametrize("strategy", [pytest.param("auto", marks=pytest.mark.slow), "pipeline"])
 def test_answers_of_several_sequences(strategy: str) -> None:
     """generate() divides no batch: stages take turns, and nothing says that micro-batches overlap."""
     transformers = pytest.importorskip("transformers")
