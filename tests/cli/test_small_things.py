@@ -40,24 +40,32 @@ def test_an_interrupt_ends_a_command_without_a_traceback(seconds, tmp_path):
     assert process.returncode == 130 and "Traceback" not in problems + out
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
-def test_a_reader_that_goes_away_is_no_error():
-    process = subprocess.Popen(
-        [sys.executable, "-m", "autoshard", "devices", "--known", "--json"], stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    process.stdout.close()
-    problems = process.stderr.read()
-    assert process.wait(timeout=60) == -signal.SIGPIPE and problems == ""
+ENDS = """
+import os, sys
+from autoshard.cli.main import run
+
+def ended(stdout, *asked):
+    child = os.fork()
+    if not child:
+        os.dup2(stdout, 1)
+        sys.argv[1:] = asked
+        run()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+reader, writer = os.pipe()
+os.close(reader)
+gone = ended(writer, "devices", "--known", "--json")
+print("gone", gone, file=sys.stderr)
+print("full", ended(os.open("/dev/full", os.O_WRONLY), "--help"), file=sys.stderr)
+"""
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_an_output_that_cannot_be_written_is_one_line():
-    with open("/dev/full", "w") as full:
-        process = subprocess.run(
-            [sys.executable, "-m", "autoshard", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert process.returncode == 1 and process.stderr.startswith("Error: cannot write the output: No space left")
+def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one_line():
+    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+    gone, error, full = done.stderr.splitlines()
+    assert gone == f"gone {-signal.SIGPIPE}"
+    assert error.startswith("Error: cannot write the output: No space left") and full == "full 1"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

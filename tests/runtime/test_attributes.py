@@ -250,7 +250,7 @@ def devices():
     ("strategy", "training"),
     [("balanced", True), ("data-parallel", False), ("column-parallel", False), ("pipeline", True)],
 )
-@pytest.mark.parametrize("kind", [Table, HeldTable, StoredDevice, ScaledWeight])
+@pytest.mark.parametrize("kind", [Table, pytest.param(HeldTable, marks=pytest.mark.slow), StoredDevice, ScaledWeight])
 def test_what_is_on_the_models_device_is_right_or_refused(kind, strategy, training, devices):
     """The model and its inputs are on a device when it is planned for, as with models on a GPU."""
     model, x = kind().train(training), torch.randn(8, WIDTH, device=ONE)

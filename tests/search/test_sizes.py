@@ -31,7 +31,9 @@ def run(*arguments):
     return done.stdout
 
 
-@pytest.mark.parametrize("case", [*list(CASES)[:-1], pytest.param("replicas", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", ["placed", "offload", *(pytest.param(case, marks=pytest.mark.slow) for case in ("stages", "replicas"))]
+)
 def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     spec, strategy = CASES[case]
     net, file, cells = tmp_path / "net.py", tmp_path / "plan.json", []
