@@ -10,7 +10,7 @@ from autoshard.capture.capture import capture
 from tests.models import WORKING_CASES, by_name
 from tests.models.renamed import as_before, rename
 
-QUICK = ("bloom", "t5", "mixtral", "convnext")
+QUICK = ("bloom", "t5")
 
 
 def groups_of(model, inputs, renamed=False):
