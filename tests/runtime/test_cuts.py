@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import autoshard
 from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import PlanError, RankError
 from autoshard.runtime.collectives import ProcessRanks
@@ -16,6 +17,8 @@ from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.slices import join
 from tests.conformance.rank_checks import ADD, GATHER
+from tests.conformance.tp_plans import slow_devices
+from tests.models import by_name
 from tests.ranks import run_jobs, run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, loss_of, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
@@ -202,9 +205,18 @@ def generators():
     assert torch.equal(*both)
 
 
+def planned_alike():
+    """Cuts are made without being asked for where that is faster, as every rank finds by itself."""
+    case = by_name("llama")
+    plan = autoshard.plan(case.model(), slow_devices(2), inputs=case.example())
+    assert plan.cuts and all(cut.proof for cut in plan.cuts)
+    assert any(reason.startswith("not chosen: placement") for reason in plan.reasons)
+    return plan.to_json()
+
+
 TOGETHER = (
     exceptions_leave_no_mode, copies, unfrozen, generators, other_degree, failing_half_way, applied_again, check_asked,
-    generating,
+    generating, planned_alike,
 )  # fmt: skip
 
 
@@ -212,7 +224,8 @@ def test_two_ranks():
     """Equal to the original, and what people do with a cut model."""
     jobs = {job.__name__: (job,) for job in TOGETHER}
     even = [name for name in CASES if name != "even words"]
-    run_ranks(run_jobs, 2, jobs | {"equal": (equal, even, ["attention", "fused", "means"])})
+    one, other = run_ranks(run_jobs, 2, jobs | {"equal": (equal, even, ["attention", "fused", "means"])})
+    assert one["planned_alike"] == other["planned_alike"]
 
 
 def test_three_ranks():
