@@ -1,7 +1,6 @@
 """Losses of logits that are cut over classes: all numbers are as before, and no rank has all logits in between."""
 
 import copy
-import functools
 
 import pytest
 import torch
@@ -115,24 +114,19 @@ def trained(name):
     return kinds, spread, plain, max(errors)
 
 
-SLOW = ("ignored", "turned")
+@pytest.fixture(scope="module")
+def results():
+    ranks = run_ranks(run_jobs, 2, {name: (trained, name) for name in CASES | WHOLE})
+    return {name: [rank[name] for rank in ranks] for name in CASES | WHOLE}
 
 
-@functools.cache
-def results(slow):
-    """What the ranks give, by case, of the cases of one tier: in one launch."""
-    return run_ranks(run_jobs, 2, {name: (trained, name) for name in CASES | WHOLE if (name in SLOW) == slow})
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES])
-def test_each_rank_has_its_classes_of_the_logits_until_the_loss_is_known(name):
-    for rank in results(name in SLOW):
-        kinds, spread, plain, error = rank[name]
+@pytest.mark.parametrize("name", CASES)
+def test_each_rank_has_its_classes_of_the_logits_until_the_loss_is_known(name, results):
+    for kinds, spread, plain, error in results[name]:
         assert {"spread", "loss"} <= kinds and spread == (True, True) and plain and error < 1e-5
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_logits_that_something_else_reads_are_whole(name):
-    for rank in results(False):
-        kinds, spread, plain, error = rank[name]
+def test_logits_that_something_else_reads_are_whole(name, results):
+    for kinds, spread, plain, error in results[name]:
         assert not {"spread", "loss"} & kinds and spread == (False, False) and plain and error < 1e-5
