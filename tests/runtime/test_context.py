@@ -133,7 +133,7 @@ def plan_of(make, mesh, devices, **wishes):
 CASES = {  # the ranks that found where to divide by themselves have the first
     2: [
         ("plain", "cp=2", "none", 4), ("masked", "cp=2", "full", 4), ("mixing", "cp=2", "none", 4),
-        ("merged", "cp=2", "none", 2),
+        ("normed", "cp=2", "none", 1), ("merged", "cp=2", "none", 2),
     ],
     4: [
         ("plain", "dp=2,cp=2", "none", 2), ("masked", "fsdp=2,cp=2", "full", 2), ("plain", "cp=4", "none", 4),
