@@ -14,7 +14,7 @@ class Device:
         memory_bytes: what autoshard may use of it (free, not total, when detected).
         flops_per_second: by dtype name; "default" is used for a dtype not listed.
         bytes_per_second: of its own memory.
-        launch_seconds: least time of one op.
+        launch_seconds: host time of one op: a card that works faster waits for the next, a CPU does both in turn.
         overhead_bytes: taken before the first tensor: context, workspaces. 0 on CPU and simulated devices.
         block_bytes: the allocator's rounding, 512 on CUDA, 1 where allocations are exact.
         host: machine it is in.

@@ -26,8 +26,8 @@ WORKSPACE_BYTES = 32 * 2**20
 OVERHEAD_BYTES = CONTEXT_BYTES + WORKSPACE_BYTES
 # torch's caching allocator rounds every request up to this (kMinBlockSize).
 CUDA_BLOCK_BYTES = 512
-# Least time of one op: the launch of a kernel, or the dispatch of one on a CPU.
-LAUNCH_SECONDS = {"cuda": 5e-6, "cpu": 3e-6}
+# Host time of one op, run op by op: as fitted on published runs (engine/efficiency.csv), on a CPU as well.
+LAUNCH_SECONDS = 3.3e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +137,7 @@ def make_device(row: Hardware, *, name: str, memory_bytes: int, host: str, plain
         memory_bytes=memory_bytes,
         flops_per_second={dtype: rate * COMPUTE_EFFICIENCY for dtype, rate in row.flops_per_second.items()},
         bytes_per_second=row.bytes_per_second * MEMORY_EFFICIENCY,
-        launch_seconds=LAUNCH_SECONDS["cpu" if on_cpu else "cuda"],
+        launch_seconds=LAUNCH_SECONDS,
         overhead_bytes=overhead,
         block_bytes=1 if on_cpu or row.vendor == "apple" else CUDA_BLOCK_BYTES,
         host=host,

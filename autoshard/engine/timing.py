@@ -171,18 +171,35 @@ _LATEST = Latest[np.ndarray]()
 
 
 def op_seconds(profile: Profile, device: Device) -> np.ndarray:
-    """Return the roofline seconds of every op of the graph on a device; the array must not be written."""
+    """Return the seconds that every op of the graph adds on a device; the array must not be written.
+
+    The device works through a queue (roofline seconds of an op), which the host fills: the larger of both counts, from
+    where one of them is behind. A CPU is both, one after the other.
+    """
 
     def worked_out() -> np.ndarray:
         flops, moved = np.array([op.flops for op in profile.graph.ops], float), np.array(profile.op_bytes, float)
         flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0  # which a pass does not have
         rates = {name: device.flops(name) for name in set(profile.op_dtypes)}
         busy = np.maximum(flops / [rates[name] for name in profile.op_dtypes], moved / device.bytes_per_second)
-        found = np.where((flops > 0) | (moved > 0), busy + device.launch_seconds, 0.0)
+        works = (flops > 0) | (moved > 0)
+        busy, launches = np.where(works, busy, 0.0), np.where(works, device.launch_seconds, 0.0)
+        if device.kind == "cpu":
+            found = busy + launches
+        else:  # phase by phase: a token is awaited before the next
+            starts = sorted({begin for _, begin, _ in profile.graph.phases if begin})
+            parts = zip(np.split(busy, starts), np.split(launches, starts), strict=True)
+            found = np.concatenate([_queued(*part) for part in parts])
         found.setflags(write=False)
         return found
 
     return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), worked_out)
+
+
+def _queued(busy: np.ndarray, launches: np.ndarray) -> np.ndarray:
+    """What each op adds to the time at which a queue is done; it begins not before its launch, nor before the last."""
+    done = np.cumsum(busy)
+    return np.diff(done + np.maximum.accumulate(np.cumsum(launches) - done + busy), prepend=0.0)
 
 
 def optimizer_seconds(trained_bytes: float, workload: Workload, device: Device) -> float:

@@ -44,8 +44,8 @@ CASES = {
     "replicas that wait for the host": ("2xA100-40GB", "data-parallel", WAITING),
     "a pipeline that waits for the host": ("2xA100-40GB", "pipeline", WAITING),
     "replicas in inference": ("2xA100-40GB", "data-parallel", Workload(batch_size=64, sequence_length=8)),
-    "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=64, sequence_length=64)),
-    "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=64, sequence_length=64)),
+    "replicas": ("2xA100-40GB", "data-parallel", Workload(mode="training", batch_size=512, sequence_length=256)),
+    "pipeline": ("2xA100-40GB", "pipeline", Workload(mode="training", batch_size=512, sequence_length=256)),
     "offloaded": ({"cpu:0": "80KiB", "cpu": "10MiB"}, "auto", None),
     "offloaded to two": ({"cpu:0": "80KiB", "cpu:1": "80KiB", "cpu": "10MiB"}, "auto", None),
 }

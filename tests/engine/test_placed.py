@@ -63,7 +63,9 @@ def test_estimate_by_hand():
     assert (second.parameter_bytes, second.transfer_bytes, second.activation_bytes) == (2400, 80, 120)
     assert (first.peak_bytes, second.peak_bytes, result.fits) == (800 + 40 + 120, 2600, True)  # x and y at the end
     late = price(plan({"": "d"}), profile, cluster(device("d", launch_seconds=0.25)))
-    assert late.latency_seconds == pytest.approx(3.52 + 2 * 0.25)  # a view is not launched
+    assert late.latency_seconds == pytest.approx(0.25 + 3.52)  # b is launched while a computes, and a view is not
+    later = price(plan({"": "d"}), profile, cluster(device("d", launch_seconds=5)))
+    assert later.latency_seconds == pytest.approx(2 * 5 + 2.6)  # the device waits for the host
     with pytest.raises(PlanError, match="d9"):
         price(plan({"": "d9"}), profile, both)
 

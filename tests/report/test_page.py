@@ -168,7 +168,7 @@ def test_alternatives_are_listed_best_first_and_this_plan_is_marked():
 
 
 def test_the_page_says_what_is_cut():
-    assert "cut over 2" in page("cuts") and "with what it is tied to" in page("cuts")
+    assert "cut over 2" in page("unequal cuts") and "with what it is tied to" in page("unequal cuts")
     assert "if passes overlap" not in page("training")
 
 

@@ -23,7 +23,7 @@ def check_format(document):
         assert row["args"] is not None and (row["ph"] == "M" or (row["ts"] >= 0 and row["dur"] >= 0 and row["cat"]))
 
 
-@pytest.mark.parametrize("case", ["training", "cuts", "offloaded to two"])
+@pytest.mark.parametrize("case", ["training", "unequal cuts", "offloaded to two"])
 def test_a_trace_is_valid_and_has_every_event(case):
     plan, profile, cluster = made(case)
     found = events(plan, profile, cluster)
