@@ -1,8 +1,8 @@
 """Planning Llama-3.1-405B from its configuration alone: no weights, no GPU, a few seconds.
 
-Sixteen H100-80GB hold it, with room for a prompt of 2048 tokens; so do eight H200 (141 GB each), with less room; eight
-H100-80GB do not, and the error says by how much. One of them with 200 GB of host memory and a disk runs it too, slowly:
-the layers are brought to it one after the other.
+Sixteen H100-80GB hold it, with room for a prompt of 2048 tokens, in a process for each; so do eight H200 (141 GB each),
+with less room; eight H100-80GB do not, and the error says by how much. One of them with 200 GB of host memory and a
+disk runs it too, slowly: the layers are brought to it one after the other.
 
     pip install -e ".[hf]"
     python examples/plan_llama_405b.py                 # half a minute, most of it for the last two
@@ -35,9 +35,8 @@ def main() -> None:
     one = {"cuda:0": "80GB", "cpu": "200GB", "disk": "2TB"}
     for devices in sys.argv[1:] or ("16xH100-80GB", "8xH200", "8xH100-80GB", one):
         print(f"\n{devices}")
-        objective = "latency" if devices is one else "throughput"
         try:
-            plan = autoshard.plan(model, devices, profile=profile, strategy="balanced", objective=objective)
+            plan = autoshard.plan(model, devices, profile=profile, workload=workload)
         except autoshard.PlanError as error:
             print(f"  {error}")
             continue
@@ -45,7 +44,7 @@ def main() -> None:
         for device in estimate.devices:
             peak, memory = format_bytes(device.peak_bytes), format_bytes(device.memory_bytes)
             print(f"  {device.name:8} {peak:>9} of {memory:>9}, {format_bytes(device.free_bytes):>9} free")
-        print(f"  one forward: {format_seconds(estimate.latency_seconds)}, {len(estimate.transfers)} transfers")
+        print(f"  one forward: {format_seconds(estimate.latency_seconds)}; {plan.reasons[0]}")
         for link in estimate.streaming.links if estimate.streaming else ():
             brought = f"{format_bytes(link.nbytes)} in {format_seconds(link.seconds)}"
             print(f"  {link.modules} modules from {link.source} to {link.destination}: {brought} per forward")

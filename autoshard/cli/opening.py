@@ -97,7 +97,11 @@ def _saying_processes(
     cards = [device for device in cluster.devices if device.name.startswith("cuda")]
     several = len(cards) > 1 and all(card.kind == "generic" for card in cards)
     free = settings["strategy"] == "auto" and settings["objective"] == "latency" and not settings["pins"]
-    if not (several and free) or made.plan.workload.assumed or any(wish not in (None, "auto") for wish in wishes.values()):
+    if (
+        not (several and free)
+        or made.plan.workload.assumed
+        or any(wish not in (None, "auto") for wish in wishes.values())
+    ):
         return made
     try:
         with step("pricing processes"):

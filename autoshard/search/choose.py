@@ -215,10 +215,9 @@ def _considered(cluster: Cluster, least: int, asked: Asked, *, unequal: bool = F
         return False
     cards = computing_devices(cluster)
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)
-    return (
-        known and len(cards) >= least and not count_processes() and not torch.cuda.is_available()
-        and (unequal or (len(cards) == len(cluster.devices) and not (unequal_reason(cluster) or uneven_reason(cluster))))
-    )  # fmt: skip
+    alike = len(cards) == len(cluster.devices) and not (unequal_reason(cluster) or uneven_reason(cluster))
+    elsewhere = not count_processes() and not torch.cuda.is_available()
+    return known and elsewhere and len(cards) >= least and (unequal or alike)
 
 
 def _is_running(cluster: Cluster, workload: Workload, asked: Asked) -> bool:

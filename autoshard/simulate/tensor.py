@@ -87,10 +87,10 @@ class SimulatedTensor(torch.Tensor):
         made = plain if device.index is None else wrap(plain, self.owner.peers[device.index])
         return made.requires_grad_(requires_grad)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:  # type: ignore[override]
+    def __getitem__(self, index: Any) -> torch.Tensor:
         return super().__getitem__(_with_readable_lists(index))
 
-    def __setitem__(self, index: Any, value: Any) -> None:  # type: ignore[override]
+    def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_with_readable_lists(index), value)
 
     def __deepcopy__(self, memo: dict) -> "SimulatedTensor":
