@@ -26,7 +26,7 @@ def _reduction(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: An
     return _reduced(walk, x, dim, lambda axis: walk.block([axis], "reduced along it"))
 
 
-@rule("linalg_vector_norm", "norm", "kthvalue", "quantile", "nanquantile")
+@rule("linalg_vector_norm", "linalg_norm", "norm", "kthvalue", "quantile", "nanquantile")
 def _norm(walk: Context, x: Seen, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes] | None:
     """The dimension is the second argument; quantiles of several numbers are not known here."""
     if isinstance(order, Seen):

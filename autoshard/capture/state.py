@@ -109,11 +109,13 @@ class ModelState:
         """What a function can change: its closure, default arguments, names of its file and what is behind these."""
         found = [*(item.__closure__ or ()), *(item.__defaults__ or ()), item.__kwdefaults__]
         table = item.__globals__
-        if str(table.get("__name__")).partition(".")[0] not in _CLOSED:
+        if _is_of_users(item):
             named = {name: table.get(name, _ABSENT) for name in item.__code__.co_names}
             self._names.append((table, named))
             for value in named.values():
-                near = isinstance(value, FunctionType) and value.__globals__ is table
+                near = isinstance(value, FunctionType) and (
+                    value.__globals__ is table or (hasattr(value, "__wrapped__") and _is_of_users(value))
+                )  # what decorates a function, perhaps with a cache, is often in another file
                 kind: Any = type(value)
                 if near or isinstance(value, _HOLDERS) or _is_open(kind):
                     found.append(value)
@@ -204,6 +206,10 @@ def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
 def _is_open(kind: Any) -> bool:
     """Whether objects of a class are looked into: a class of users, not of torch or the standard library."""
     return kind.__module__.partition(".")[0] not in _CLOSED
+
+
+def _is_of_users(function: FunctionType) -> bool:
+    return str(function.__globals__.get("__name__")).partition(".")[0] not in _CLOSED
 
 
 def _own(item: Any) -> dict[str, Any] | None:

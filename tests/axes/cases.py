@@ -213,6 +213,8 @@ REDUCTIONS = [
     ("..->,", lambda x: torch.aminmax(x), (3, 4)),
     ("a.->a", lambda x: x.count_nonzero(1), (3, 4)),
     ("a.->a", lambda x: torch.linalg.vector_norm(x, 3, 1), (3, 4)),
+    ("a.->a", lambda x: torch.linalg.norm(x, dim=1), (3, 4)),
+    ("..->", lambda x: torch.linalg.norm(x), (3, 4)),
     ("..->", lambda x: x.norm(), (3, 4)),
     ("a.->a1", lambda x: aten.norm.ScalarOpt_dim(x, 2, [1], True), (3, 4)),
     ("a.->a,a", lambda x: x.kthvalue(2), (3, 4)),
