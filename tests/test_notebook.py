@@ -10,7 +10,7 @@ import autoshard
 from tests.engine.test_events import made
 
 
-@pytest.mark.parametrize("case", ["cuts", "offloaded"])
+@pytest.mark.parametrize("case", ["unequal cuts", "offloaded"])
 def test_a_plan_shows_itself(case):
     plan, profile, _ = made(case)
     root = ElementTree.fromstring(plan._repr_html_())

@@ -1,5 +1,7 @@
 """At plan time a small model is run whole and as planned: faults of the static finding are seen before they matter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 import autoshard
 from autoshard.axes.batch_rules import TABLE
 from autoshard.axes.rules import RULES, pointwise
+from autoshard.cluster.parse import parse_devices
 from autoshard.verify import planned
 
 
@@ -40,10 +43,14 @@ def test_a_false_rule_is_convicted_by_numbers(dim, settings, false_rule):
         autoshard.plan(Running(dim), "2x1MiB", inputs=torch.randn(4, 16), **settings)
 
 
-def test_auto_places_whole_modules_instead(false_rule):
-    model, x = Running(1), torch.randn(64, 16)
-    plan = autoshard.plan(model, "2x1MiB", inputs=x, objective="throughput", workload=autoshard.Workload(batch_size=64))
+def test_auto_places_whole_modules_instead(false_rule, monkeypatch):
+    model, x, workload = Running(1), torch.randn(64, 16), autoshard.Workload(batch_size=64)
+    two = parse_devices("2x1MiB")  # so slow that a small batch is worth dividing
+    two = replace(two, devices=tuple(replace(device, flops_per_second={"default": 1e7}) for device in two.devices))
+    plan = autoshard.plan(model, two, inputs=x, workload=workload)
     assert plan.num_microbatches == 1 and plan.batch is None
+    monkeypatch.setattr(planned, "MOST_FLOPS", 1)  # nothing is run, nothing found
+    assert autoshard.plan(model, two, inputs=x, workload=workload).batch is not None
 
 
 def test_a_pass_that_takes_long_is_not_run(false_rule, monkeypatch):
