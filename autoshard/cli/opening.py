@@ -97,20 +97,18 @@ def _saying_processes(
     cards = [device for device in cluster.devices if device.name.startswith("cuda")]
     several = len(cards) > 1 and all(card.kind == "generic" for card in cards)
     free = settings["strategy"] == "auto" and settings["objective"] == "latency" and not settings["pins"]
-    if (
-        not (several and free)
-        or made.plan.workload.assumed
-        or any(wish not in (None, "auto") for wish in wishes.values())
-    ):
+    open_wishes = all(wish in (None, "auto") for wish in wishes.values())
+    if not (several and free and open_wishes) or made.plan.workload.assumed:
         return made
     try:
         with step("pricing processes"):
             other = choose(made.loaded, workload, cluster, settings, wishes | {"launch": "processes"})
     except AutoshardError:
         return made
-    assert other is not None
+    assert other is not None and other.searched.best is not None
+    made = replace(made, known=made.estimate())  # it is shown, too
     seconds, best = made.estimate().latency_seconds, other.searched.best
-    if best is None or best.seconds > WORTH_SAYING * seconds:
+    if best.seconds > WORTH_SAYING * seconds:
         return made
     words = (
         f"a process per device would be {seconds / best.seconds:.3g} times as fast (--launch processes): "

@@ -181,7 +181,7 @@ def _tried(plan: Callable[..., Chosen | None], cluster: Cluster, asked: Asked) -
     """A plan for some of the devices, None where it is for one of several or can't be made: all together may do."""
     try:
         found = plan(cluster=cluster, asked=asked)
-    except (PlanError, SpecError):
+    except (CaptureError, PlanError, SpecError):
         return None
     several = found is not None and (len(found.plan.devices) > 1 or len(cluster.devices) == 1)
     return found if several else None

@@ -39,14 +39,17 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
         f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
-        + (_remedy(chain, cluster, device, max(need - has, 1.0), works) if works else "")
+        + (_remedy(chain, cluster, device, max(need - has, 1.0), float(sizes.max()), works) if works else "")
     )
 
 
 def _remedy(
-    chain: Chain, cluster: Cluster, device: int, extra: float, works: Callable[[Cluster], bool]
+    chain: Chain, cluster: Cluster, device: int, extra: float, largest: float, works: Callable[[Cluster], bool]
 ) -> str:  # fmt: skip
-    """Find one change that makes it fit: a little more memory, else more devices, else much more memory."""
+    """Find one change that makes it fit: a little more memory, else more devices, else much more memory.
+
+    More devices help nothing where one is smaller than the `largest` unit.
+    """
     short = cluster.devices[device]
 
     def with_memory() -> str:
@@ -61,8 +64,7 @@ def _remedy(
         return said
     lack = float(np.sum(chain.resident_bytes)) - float(np.maximum(chain.capacity_bytes, 0).sum())
     first = max(1, math.ceil(lack / max(short.budget_bytes, 1)))
-    largest = float(np.max(np.asarray(chain.resident_bytes, float) + np.asarray(chain.transient_bytes, float)))
-    last = min(first + 8, _MOST_MORE_DEVICES) if largest <= short.budget_bytes else first  # one unit is on one device
+    last = min(first + 8, _MOST_MORE_DEVICES) if largest <= short.budget_bytes else first
     for count in range(first, last):
         if works(with_copies(cluster, device, count)):
             more = "one more device" if count == 1 else f"{count} more devices"

@@ -225,11 +225,11 @@ def test_a_split_is_known_wherever_the_leaf_is():
 
 
 def test_a_sequence_taken_token_by_token_is_resolved_however_long():
-    axis = rest = fresh(600)
-    for _ in range(599):
+    axis = rest = fresh(2000)
+    for _ in range(1999):
         _, rest = cut(rest, 1)
     (whole,) = resolve(axis)
-    assert isinstance(whole, Cat) and len(whole.segments) == 600
+    assert isinstance(whole, Cat) and len(whole.segments) == 2000
 
 
 def test_what_is_lost_stays_lost_when_it_is_split_or_paired():

@@ -133,8 +133,9 @@ def test_plans_with_cuts_are_printed_saved_and_priced(file, tmp_path):
 
 def test_plans_with_cuts_are_verified(file):
     asked = ("--strategy", "column-parallel", "--objective", "memory", "--devices", "2x100GiB")
-    printed = " ".join(command("verify", file, *asked).stdout.split())
+    printed = " ".join(command("verify", file, *asked, "--train").stdout.split())
     assert printed.startswith("equal ") and "sums over devices are made in another order" in printed
+    assert "optimizer step" in printed
 
 
 def test_cuts_that_are_slower_than_one_device_are_made_if_asked_for(file):

@@ -63,5 +63,5 @@ def placed(profile: Profile, cluster: Cluster, on_cpu: list[int]) -> float:
 def test_every_expert_costs_the_same_whichever_was_called(profile: Profile, cluster: Cluster) -> None:
     whole = placed(profile, cluster, list(range(EXPERTS)))
     half = [placed(profile, cluster, numbers) for numbers in ([*range(8)], [*range(8, 16)], [*range(0, 16, 2)])]
-    assert half == pytest.approx([whole / 2] * 3, rel=0.05)  # ops between experts have a device, too
-    assert placed(profile, cluster, [3]) == pytest.approx(whole / EXPERTS, rel=0.05)
+    assert half == pytest.approx([whole / 2] * 3, rel=0.01)
+    assert placed(profile, cluster, [3]) == pytest.approx(whole / EXPERTS, rel=0.01)  # rows are weighted where they are
