@@ -125,6 +125,7 @@ def test_outputs_that_stay_cut_are_compared_part_by_part(training, monkeypatch):
     assert not report.ok and report.first_difference.output == "output 1.0"
 
 
+@pytest.mark.slow
 def test_autocast(decoder, plan):
     with torch.autocast("cpu", torch.bfloat16):
         found = verify(decoder, plan, IDS, training=True, new_tokens=0)
