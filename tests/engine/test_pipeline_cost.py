@@ -29,7 +29,9 @@ def test_more_micro_batches_than_rows_are_refused(inference):
         estimate_stages(plan, inference, parse_devices("2xA100-40GB"))
 
 
-@pytest.mark.parametrize(("train", "recompute"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("train", "recompute"), [(True, True), (False, False), pytest.param(True, False, marks=pytest.mark.slow)]
+)
 def test_peaks_are_those_of_the_run_in_one_process(train, recompute):
     """Of the stages of a decoder with a tied matrix, whose outputs are put together on the first device."""
     model, inputs = Decoder(tied=True).train(train), inputs_for(training=train)

@@ -96,11 +96,12 @@ def test_trainer_leaves_an_applied_model_where_it_is(strategy, tmp_path):
         assert (value - expected[name]).abs().max() < 1e-5, name
 
 
-def test_accelerator_leaves_an_applied_model_where_it_is():
+@pytest.mark.parametrize("room", ["2x2MiB", "1x16MiB"])
+def test_accelerator_leaves_an_applied_model_where_it_is(room):
     model, twin, x = decoder().train(), decoder().train(), {"input_ids": PROMPT, "labels": PROMPT}
     loss = twin(**x).loss
     loss.backward()
-    with autoshard.simulate("2x2MiB") as devices:
+    with autoshard.simulate(room) as devices:
         autoshard.apply(model, devices, inputs=x, strategy="balanced", workload=TRAINING)
         places = {name: parameter.device for name, parameter in model.named_parameters()}
         accelerator = accelerate.Accelerator(cpu=True)

@@ -52,7 +52,9 @@ def all_close(found, wanted):
 @pytest.mark.parametrize(
     ("how", "settings"),
     [
+        ("pipeline", {}),
         ("pipeline", {"recompute": True}),
+        ("replicas", {}),
         ("replicas", {"shares": (5, 2, 1)}),
     ],
 )
