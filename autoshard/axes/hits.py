@@ -9,7 +9,8 @@ Argument: an expert without tokens has no entries, and putting none back changes
 token chose gives what a loop over all of them would, which works on each token alone. For that, leaving an expert out
 must do no more than leave out what it puts back: runs in which few experts are chosen must compute the same, op by op,
 as the run with all of them does without what the others put back. What is counted, or done to all tokens in each turn,
-shows there. The numbers of experts may be used to take parts of the mask and of weights, and Python may read them.
+shows there. The numbers of experts may be used to take parts of the mask and of weights, and Python may read them,
+or compare them with a given number.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from autoshard.axes.reshaping import MOVES, RESHAPES
 from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of, written_storages
 
 _PARTS = ("index", "index_select", "_unsafe_index")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 _COUNTS = ("sum", "any", "count_nonzero", "amax")
 
 
@@ -61,7 +63,10 @@ class Hits:
         return None
 
     def tells(self, value: int) -> bool:
-        """Whether a value is a hit, or lists hits."""
+        """Whether a value is a hit, or lists hits, or compares a hit with a given number."""
+        op = maker_of(self.walk.graph, value)
+        if op is not None and name_of(op) in _COMPARISONS and len(op.inputs) == 1 and not op.mutates:
+            value = op.inputs[0]
         return self.known(value) is not None or self.lists.get(value) in self.found
 
     def known(self, value: int) -> Hit | None:

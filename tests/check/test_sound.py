@@ -5,6 +5,7 @@ Those that break it look like the others, and the numbers that a plan compares w
 
 import contextlib
 import math
+from itertools import takewhile
 
 import pytest
 import torch
@@ -329,6 +330,9 @@ def test_experts_that_no_token_chose_are_left_out():
     assert ways(Model(loop(hits=lambda mask: (mask.sum((1, 2)) > 0).nonzero().flatten().tolist())), rows())
     by_module = loop(weight=lambda self, k, turn: self.experts[k].weight)
     assert ways(Model(by_module), rows()) == {"": "cat"}
+    beyond = loop(hits=lambda mask: [hit for hit in (mask.sum((1, 2)) > 0).nonzero() if hit[0] != EXPERTS])
+    assert ways(Model(beyond), rows()) == {"": "cat"}
+    assert ways(Model(loop(lambda self, e, k, turn: e * 2 if k == 1 else e)), rows()) == {"": "cat"}
 
 
 @pytest.mark.parametrize(
@@ -349,6 +353,9 @@ def test_experts_that_no_token_chose_are_left_out():
         loop(part=lambda mask, k: mask[(k + 1) % EXPERTS]),
         loop(hits=lambda mask: [hit for at, hit in enumerate((mask.sum((1, 2)) > 0).nonzero()) if at != 1]),
         loop(after=lambda self, out, k, turns: out * (1 + int(k) // (EXPERTS - 1))),
+        loop(after=lambda self, out, k, turns: out * 2 if k == EXPERTS - 1 else out),
+        loop(each=lambda self, out, k, turn: out * 2 if k == EXPERTS - 2 else out),
+        loop(hits=lambda mask: takewhile(lambda hit: hit[0] != 1, (mask.sum((1, 2)) > 0).nonzero())),
     ],
 )
 def test_loops_that_do_more_than_call_their_experts(by):
