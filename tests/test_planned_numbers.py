@@ -57,3 +57,28 @@ def test_a_pass_that_takes_long_is_not_run(false_rule, monkeypatch):
     monkeypatch.setattr(planned, "MOST_FLOPS", 4 * 2 * 2 * 16 * 64 - 1)  # four rows through two matrices
     plan = autoshard.plan(Running(1), "2x1MiB", inputs=torch.randn(4, 16), strategy="pipeline", num_microbatches=2)
     assert plan.num_microbatches == 2
+
+
+class Chosen(nn.Module):
+    """Of two scores that are sums of the same terms the second is larger by less than float32 tells apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scores, self.table = nn.Linear(16, 256), nn.Linear(256, 2), nn.Embedding(2, 8)
+        one, other = torch.randperm(256).view(2, 128)
+        with torch.no_grad():
+            self.up.weight[other], self.up.bias[other] = self.up.weight[one], self.up.bias[one]
+            self.scores.weight[1, other] = self.scores.weight[0, one]
+            self.scores.weight[0, other], self.scores.weight[1, one] = 0, 0
+            self.scores.bias.copy_(torch.tensor([0.0, 1e-9]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.table(self.scores(self.up(x).relu()).argmax(-1))
+
+
+def test_a_choice_that_rounding_made_convicts_nothing():
+    torch.manual_seed(0)
+    model, x = Chosen(), torch.randn(256, 16)
+    assert not torch.equal(model(x), model.double()(x.double()).float()), "rounding decides some of the choices"
+    plan = autoshard.plan(model.float(), "2x1MiB", inputs=x, strategy="column-parallel", objective="memory")
+    assert plan.cuts

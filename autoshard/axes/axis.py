@@ -226,11 +226,13 @@ def _together(axis: Axis, sizes: Sequence[int]) -> tuple[int, int]:
 
 def _take(axis: Axis, size: int, why: str) -> tuple[Axis, Axis]:
     """Split an axis into its major part of `size` and the rest."""
-    if size == 0:
-        return fresh(0), axis
-    taken: list[Factor | Cat] = []
     rest = resolve(axis)
+    if size == 0:
+        return fresh(0), tuple(term for term in rest if term.size)
+    taken: list[Factor | Cat] = []
     while size > 1:
+        if not rest or not rest[0].size:  # an empty tensor in another shape
+            return _reground(tuple(taken), rest, size, why)
         term = rest[0]
         if size % term.size == 0:
             taken.append(term)

@@ -196,6 +196,13 @@ def test_axes_in_line(left, right):
         assert coordinates_of(describe(joined, factor)).tolist() == where + [-1] * size_of(right[0])
 
 
+def test_an_empty_tensor_in_another_shape_keeps_its_other_axes():
+    (rows, *_, width) = given = [fresh(2), fresh(0), fresh(64)]
+    made = reshape(given, (2, 1, 0, 64))
+    assert made[0] == rows and made[-1] == width and list(map(size_of, made)) == [2, 1, 0, 64]
+    assert list(map(size_of, reshape([fresh(0)], (2, 3, 0)))) == [2, 3, 0]
+
+
 def test_what_cannot_be_divided_anew_takes_nothing_with_it():
     """Tokens that are padded and then divided into chunks, beside heads."""
     tokens, heads = concatenate([fresh(12), fresh(4)]), fresh(6)
