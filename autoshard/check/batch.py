@@ -85,8 +85,11 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Ax
             raise _refusal(model, "no input has a dimension for it.")
         try:
             check_apart(question, batch)
-        except (Mixed, NotRun) as error:
+        except Mixed as error:
             raise _refusal(model, f"{error}.") from None
+        except NotRun as error:
+            tried = f"with other rows the model could not be run: {str(error).rstrip('.')}{_packed(question, batch)}"
+            raise _refusal(model, f"{tried}. {question.advice}.") from None
 
 
 def _refusal(model: nn.Module, why: str) -> PlanError:

@@ -191,7 +191,7 @@ def check_given(given: Asked, limits: Limits, devices: int) -> None:
             )
     replicas = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     if replicas > 1 and not limits.divisible:
-        raise PlanError(f"dp and fsdp give each replica its own samples. {limits.why_not}")
+        raise PlanError(f"dp and fsdp give each replica its own samples, but {limits.why_not}")
     if replicas > limits.samples:
         raise PlanError(
             f"{replicas} replicas need at least as many samples, and the batch has {limits.samples}. "

@@ -127,6 +127,30 @@ def test_products_that_are_no_matrices_are_priced_by_their_channels(layer, shape
     assert (op.n, op.k) == (6, k) and op.flops == 2 * op.m * op.n * op.k
 
 
+class Packed(nn.Module):
+    """Images are cut into patches that stand one after the other, and put where tokens ask for them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.vision, self.head = nn.Embedding(CLASSES, 8), nn.Linear(12, 8), nn.Linear(8, CLASSES)
+
+    def forward(self, ids, patches, labels):
+        asked = ids == 0
+        if asked.sum() != len(patches):
+            raise ValueError("not a place for each patch")
+        asked = asked.unsqueeze(-1).expand(*ids.shape, 8)
+        return entropy(self.head(self.embed(ids).masked_scatter(asked, self.vision(patches))), labels)
+
+
+def test_packed_patches_are_divided_on_the_users_word_alone():
+    ids = torch.tensor([[0, 0, 0, 1, 2]]).repeat(SAMPLES, 1)
+    inputs = {"ids": ids, "patches": torch.randn(3 * SAMPLES, 12), "labels": ids.clone()}
+    settings = {"inputs": inputs, "workload": WORK, "launch": "processes", "mesh": {"fsdp": 2}}
+    with pytest.raises(PlanError, match="packed one after the other.*assume_independent_rows=True plans it unchecked"):
+        autoshard.plan(Packed(), "2xH100-80GB", **settings)
+    assert autoshard.plan(Packed(), "2xH100-80GB", **settings, assume_independent_rows=True).mesh.fsdp == 2
+
+
 def test_what_replicas_would_take_is_said():
     model = nn.Sequential(nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.Conv2d(64, 64, 3)).to("meta")
     images = torch.empty(256, 3, 64, 64, device="meta")
