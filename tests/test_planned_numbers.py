@@ -80,5 +80,9 @@ def test_a_choice_that_rounding_made_convicts_nothing():
     torch.manual_seed(0)
     model, x = Chosen(), torch.randn(256, 16)
     assert not torch.equal(model(x), model.double()(x.double()).float()), "rounding decides some of the choices"
-    plan = autoshard.plan(model.float(), "2x1MiB", inputs=x, strategy="column-parallel", objective="memory")
-    assert plan.cuts
+    settings = {"strategy": "column-parallel", "objective": "memory"}
+    plan = autoshard.plan(model.float(), "2x1MiB", inputs=x, **settings)
+    found = autoshard.verify(model, plan, inputs=x)
+    assert plan.cuts and not found.ok and any(".double()" in note for note in found.notes)
+    plan = autoshard.plan(model.double(), "2x1MiB", inputs=x.double(), **settings)
+    assert plan.cuts and autoshard.verify(model, plan, inputs=x.double()).ok

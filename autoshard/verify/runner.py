@@ -23,6 +23,10 @@ REORDERED = (
     "sums over devices are made in another order than in one matrix, so results are equal to rounding: what passes is "
     f"{_PASSES}"
 )
+CHOOSING = (
+    "a model that chooses among numbers which are almost equal (topk, argmax) chooses others after rounding: what is "
+    "equal for model.double(), planned anew with inputs of that type, was rounding"
+)
 IN_PARTS = (
     "parts of the batch take other matrix products than the whole, so results are equal to rounding: what passes is "
     f"{_PASSES}"

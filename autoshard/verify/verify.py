@@ -34,7 +34,7 @@ from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.run import RunResult, Work, run
-from autoshard.verify.runner import IN_PARTS, REORDERED, Build, copies_of, failures_of, run_both
+from autoshard.verify.runner import CHOOSING, IN_PARTS, REORDERED, Build, copies_of, failures_of, run_both
 from autoshard.verify.stage import RunDevices, accelerators_of, device_of, devices_of, is_divided
 
 
@@ -157,6 +157,8 @@ def _compare(
         errors = compare(expected if failure is None else expected[: len(found)], found, tolerance, work)
         if failure is not None:
             errors = Errors(math.inf, math.inf, errors.first or failure)
+        elif errors.first is not None and work.reordered and errors.largest < math.inf:
+            notes.append(CHOOSING)
         if errors.first is not None and not run_applied.full and not work.divided:
             errors.first = locate(original, applied, work, input_devices, accelerators, tolerance, errors.first)
     names = stage.original_names if stage is not None else {}
