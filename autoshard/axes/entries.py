@@ -268,6 +268,9 @@ class Entries:
             if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin", "argsort"):
                 shape = graph.values[op.inputs[0]].shape
                 return _ranked(op, shape) if value == op.outputs[-1] and len(op.inputs) == 1 else 0
+            if name_of(op) in ("cat", "concat", "concatenate") and graph.values[value].dtype in EXACT:
+                bounds = [self._bound(one) for one in op.inputs]
+                return max(bounds) if all(bounds) else 0
             if name_of(op) == "masked_fill":
                 return bound_of_filled(graph, op, self._bound(op.inputs[0]), self._root)
             moves = name_of(op) in MOVES and len(op.inputs) == 1

@@ -186,6 +186,7 @@ def _added(made, known, tokens):
         {"change": lambda made, known: made + torch.tensor([1.0, 2.0, 3.0, 4.0])[known["keys"]][:, None]},
         {"ends": lambda known: torch.histc(known["chosen"].flatten().float(), 4, 0, 3).cumsum(0).int()},
         {"classes": 5, "keys": lambda chosen: chosen.masked_fill(chosen == 4, 0).reshape(-1).sort()},
+        {"keys": lambda chosen: torch.cat([one.clone() for one in chosen.split(1, 1)], 1).reshape(-1).sort()},
     ],
 )
 def test_tokens_in_groups_by_expert(options):
@@ -230,6 +231,7 @@ def _rank(made):
             "histc",
         ),
         ({"keys": lambda chosen: (chosen + 1).reshape(-1).sort()}, "histc"),
+        ({"keys": lambda chosen: torch.cat([chosen[:, :1], chosen[:, 1:] + 1], 1).reshape(-1).sort()}, "histc"),
         ({"keys": lambda chosen: (chosen * 2 - 3).reshape(-1).sort()}, "histc"),
         ({"classes": 5}, "histc"),
         ({"classes": 5, "keys": lambda chosen: chosen.masked_fill(chosen == 3, 0).reshape(-1).sort()}, "histc"),
