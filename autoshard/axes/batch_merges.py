@@ -128,9 +128,11 @@ class Merges:
         return Merged(how="mean") if other / mine == Fraction(self.walk.other_rows, self.walk.rows) else None
 
     def _per_label(self, op: Op) -> Merged:
-        """A sum by how many labels count: `(labels != -100).sum()`, or `mask.bool().sum()`."""
+        """A sum by how many labels count in all: `(labels != -100).sum()`, or `mask.bool().sum()`."""
         graph = self.walk.graph
         value, names = op.inputs[1], []
+        if torch.Size(graph.values[value].shape).numel() > 1:  # counted by position, of which parts have other shares
+            return Merged(how="each")
         while graph.values[value].op >= 0 and len(graph.ops[graph.values[value].op].inputs) == 1:
             source = graph.ops[graph.values[value].op]
             names.append(name_of(source))

@@ -54,12 +54,17 @@ def _diagonal(walk: Context, x: Seen, offset: int = 0, dim1: int = 0, dim2: int 
 
 
 def _index_put(walk: Context, x: Seen, indices: Sequence[Seen | None], source: Seen, *args: Any) -> Any:
-    """One number, where a mask says so, is written element by element."""
+    """What is the same for all places of which a mask is true is written element by element."""
     mask = indices[0]
-    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool or prod(source.shape) != 1:
+    if len(indices) > 1 or mask is None or mask.dtype is not torch.bool:
         return RULES[aten.index_put](walk, x, indices, source, *args)
     more = len(x.shape) - len(mask.shape)
-    return [broadcast(walk, [x.axes, (*mask.axes, *[()] * more)], [x.shape, (*mask.shape, *[1] * more)])]
+    ahead = max(0, len(source.shape) - more)
+    if prod(source.shape[:ahead]) != 1:
+        return RULES[aten.index_put](walk, x, indices, source, *args)
+    given = [(x.axes, x.shape), ((*mask.axes, *[()] * more), (*mask.shape, *[1] * more))]
+    axes, shapes = zip(*given, (source.axes[ahead:], source.shape[ahead:]), strict=True)
+    return [broadcast(walk, axes, shapes)]
 
 
 def _loss(walk: Context, x: Seen, target: Seen, weight: Any = None, reduction: int = 1, *args: Any,

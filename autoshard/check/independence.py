@@ -35,6 +35,7 @@ from autoshard.check.records import (
     Question,
     RecordedSamples,
     first_difference,
+    first_for_few,
     first_uneven,
     left_by_parts,
     record_samples,
@@ -75,6 +76,8 @@ def check_apart(question: Question, batch: BatchAxis) -> Apart:
         other = frozenset({(masks[0], OTHER)})
         runs[other] = SampleRun(question, batch, other, ())
     _check_switches(runs, choices)
+    if not question.for_replicas:  # there each has samples of its own, as without a plan
+        first.check_one_row()
     return first.outputs()
 
 
@@ -116,6 +119,18 @@ class SampleRun:
             self._check_raises(guard)
         if self.walk.sound.hits.found:
             self._check_hits()
+
+    def check_one_row(self) -> None:
+        """Refuse code that looks whether there are few rows, as in a part of the batch."""
+        try:
+            one, call_log = self._recorded(1)
+        except NotRun:  # such a part raises an error
+            return
+        if one.level != self.graph.level or call_log.left_out != self.call_log.left_out:
+            return
+        at = first_for_few(one, self.graph, self.other, self.recorded.rows)
+        if at is not None:
+            raise self.refuse(self.graph.ops[at], "mixes its rows: it does something else for one row alone")
 
     def _check_raises(self, guard: Guard) -> None:
         """Refuse an error that somebody catches, to do something else instead."""

@@ -18,7 +18,7 @@ from autoshard.axes.walk import AxisWalk
 from autoshard.capture.call_log import CallLog, TooManyOps
 from autoshard.capture.capture import Call, record_forward
 from autoshard.capture.fake import SMALL_FLOATS
-from autoshard.capture.graph import ModelGraph, name_of, written_storages
+from autoshard.capture.graph import ModelGraph, Op, name_of, written_storages
 from autoshard.capture.run import Find
 from autoshard.check.inputs import NotRun, Padded, enlarged, marked, masked
 from autoshard.errors import CaptureError
@@ -222,6 +222,50 @@ def _are_even(first: Any, second: Any, rows: tuple[int, int]) -> bool:
     each, left = divmod(second - first, rows[1] - rows[0])
     rest = first - each * rows[0]
     return not left and (each <= 0 or rest >= -each)  # a square of the rows has a rest far below 0
+
+
+def first_for_few(one: ModelGraph, graph: ModelGraph, other: ModelGraph, rows: int) -> int | None:
+    """The first op of a run with `ROWS` rows that is another one with one row, or is given numbers out of line there.
+
+    `other`: the same ops with `rows` rows. A number that is `max(rows, 3)`, say, is out of line.
+    """
+    steps = [_steps(run) for run in (one, graph, other)]
+    for (a, reads), (b, its), (c, _) in zip(*steps, strict=False):
+        if a.target != b.target or reads != its or not _on_line(plain(a), plain(b), plain(c), rows):
+            return b.index
+    if len(steps[0]) != len(steps[1]):
+        return len(graph.ops) - 1
+    contents = [list(literals(run).items()) for run in (one, graph, other)]
+    for (_, alone), (value, few), (_, many) in zip(*contents, strict=False):
+        if few.equal(many) and not few.equal(alone):
+            return next((op.index for op in graph.ops if value in op.inputs), None)
+    return None
+
+
+def _steps(graph: ModelGraph) -> list[tuple[Op, list[Any]]]:
+    """The ops of a run, each with names for what it reads; without copies that one row does not need."""
+    names: dict[int, Any] = {value: ("input", at) for at, value in enumerate(graph.inputs)}
+    names |= {tensor.value: tensor.name for tensor in graph.tensors}
+    written = written_storages(graph)
+    steps: list[tuple[Op, list[Any]]] = []
+    for op in graph.ops:
+        reads = [names.setdefault(value, ("outside", len(steps), at)) for at, value in enumerate(op.inputs)]
+        if name_of(op) == "contiguous" and graph.values[op.outputs[0]].storage not in written:
+            names[op.outputs[0]] = reads[0]
+            continue
+        for at, value in enumerate(op.outputs):
+            names.setdefault(value, (len(steps), at))
+        steps.append((op, reads))
+    return steps
+
+
+def _on_line(one: Any, few: Any, many: Any, rows: int) -> bool:
+    """Whether an argument of three runs, with 1, `ROWS` and `rows` rows, grows evenly, or is the same."""
+    if all(isinstance(item, list) for item in (one, few, many)):
+        return len(one) == len(few) == len(many) and all(map(_on_line, one, few, many, [rows] * len(one)))
+    if all(type(item) is int for item in (one, few, many)):
+        return (few - one) * (rows - ROWS) == (many - few) * (ROWS - 1)
+    return repr(one) == repr(few) or repr(few) != repr(many)  # others that differ: who follows the runs has seen them
 
 
 # ---- what a forward leaves

@@ -71,6 +71,9 @@ variants(adversary, Stack, "between", BETWEEN, rows, uneven)
 # more than a hundred tokens in all are treated in another way
 MANY = {"ManyTokens": lambda self, x: x.tanh() if x.shape[0] * x.shape[1] > 100 else x}
 variants(adversary, Stack, "between", MANY, rows, lambda: [{"x": random(8, 30, WIDTH, seed=2)}])
+# a sample alone is treated in another way: four rows are four such parts
+ALONE = {"OneRowAlone": lambda self, x: x.tanh() if x.shape[0] == 1 else x}
+variants(adversary, Stack, "between", ALONE, rows, lambda: [{"x": random(4, 5, WIDTH, seed=2)}])
 
 
 @adversary(rows, lambda: [{"x": random(8, 5, WIDTH) + 2000 * torch.arange(8.0).double()[:, None, None]}])
@@ -303,7 +306,15 @@ variants(adversary, Words, "embedded", EMBEDDED, sentences, padded)
 
 # how many words there are is among the outputs
 COUNTED = {"share": lambda mask: mask.double().mean(), "some_row_is_padded": lambda mask: (mask == 0).any()}
-MEASURED = {"CountedWords": lambda self, logits, mask, labels: {name: of(mask) for name, of in COUNTED.items()}}
+MEASURED = {
+    "CountedWords": lambda self, logits, mask, labels: {name: of(mask) for name, of in COUNTED.items()},
+    # a mean over the rows for each place, of which every place has other words that count
+    "LossOfPlaces": lambda self, logits, mask, labels: {
+        "losses": loss_of(logits, labels, reduction="none").view_as(labels).sum(0) / (labels != -100).sum(0)
+    },
+    # what is divided by is the number of rows for three and more
+    "LossOfThree": lambda self, logits, mask, labels: {"loss": logits.square().sum() / max(3, len(logits))},
+}
 variants(adversary, Words, "measured", MEASURED, sentences, padded)
 
 

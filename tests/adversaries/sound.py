@@ -102,6 +102,20 @@ class TwoExpertsPerToken(Stack):
         return output.view_as(x)
 
 
+@divided(rows, uneven, training=True)
+class MaskToken(Stack):
+    """What a mask of elements chooses is one learned vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(WIDTH))
+
+    def between(self, x):
+        x = x.clone()
+        x[x[..., 0] > 0.5] = self.token
+        return x
+
+
 @divided(sentences, padded, training=True)
 class LossOfLabels(Words):
     """The mean loss over the labels that are not to be ignored."""
