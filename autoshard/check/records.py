@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
-from autoshard.axes.given import literals, ops_behind, plain
+from autoshard.axes.given import arguments_of, literals, ops_behind, plain
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.call_log import CallLog, TooManyOps
 from autoshard.capture.capture import Call, record_forward
@@ -231,13 +231,14 @@ def first_for_few(one: ModelGraph, graph: ModelGraph, other: ModelGraph, rows: i
     """
     steps = [_steps(run) for run in (one, graph, other)]
     for (a, reads), (b, its), (c, _) in zip(*steps, strict=False):
-        if a.target != b.target or reads != its or not _on_line(plain(a), plain(b), plain(c), rows):
+        alone, few, many = (list(arguments_of(op).values()) for op in (a, b, c))
+        if a.target != b.target or reads != its or not _on_line(alone, few, many, rows):
             return b.index
     if len(steps[0]) != len(steps[1]):
         return len(graph.ops) - 1
     contents = [list(literals(run).items()) for run in (one, graph, other)]
-    for (_, alone), (value, few), (_, many) in zip(*contents, strict=False):
-        if few.equal(many) and not few.equal(alone):
+    for (_, first), (value, second), (_, third) in zip(*contents, strict=False):
+        if second.equal(third) and not second.equal(first):
             return next((op.index for op in graph.ops if value in op.inputs), None)
     return None
 
@@ -261,8 +262,10 @@ def _steps(graph: ModelGraph) -> list[tuple[Op, list[Any]]]:
 
 def _on_line(one: Any, few: Any, many: Any, rows: int) -> bool:
     """Whether an argument of three runs, with 1, `ROWS` and `rows` rows, grows evenly, or is the same."""
-    if all(isinstance(item, list) for item in (one, few, many)):
+    if all(isinstance(item, (list, tuple)) for item in (one, few, many)):
         return len(one) == len(few) == len(many) and all(map(_on_line, one, few, many, [rows] * len(one)))
+    if isinstance(few, torch.fx.Node):
+        return isinstance(one, torch.fx.Node)
     if all(type(item) is int for item in (one, few, many)):
         return (few - one) * (rows - ROWS) == (many - few) * (ROWS - 1)
     return repr(one) == repr(few) or repr(few) != repr(many)  # others that differ: who follows the runs has seen them
