@@ -391,13 +391,14 @@ class Axis:
 
         Of rows that all ranks keep, rank 0 has them and the others do not: they are summed.
         """
-        if self.places.device != ids.device:
+        if self.ranks.rank is not None and self.places.device != ids.device:
             self.places = self.places.to(ids.device)
         rows = self.places.index_select(0, ids.reshape(-1)).view(ids.shape)
         return rows.clamp(min=0), rows < 0
 
     def _follow(self, tensor: torch.Tensor) -> None:
-        if self.index.device != tensor.device:
+        """Bring the indices to a tensor of this rank; where all ranks are here, tensors are brought to them."""
+        if self.ranks.rank is not None and self.index.device != tensor.device:
             with torch.inference_mode(False):  # the next forward may be one that trains
                 self.index, self.owned = self.index.to(tensor.device), self.owned.to(tensor.device)
                 self.order = self.order.to(tensor.device)

@@ -244,6 +244,27 @@ def test_tensors_that_modules_keep_as_attributes_are_brought_to_every_device():
     assert torch.equal(model(x), expected)
 
 
+class Scaled(nn.Module):
+    """Its scale is no buffer, so it stays where it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 128), nn.Linear(128, 8), torch.randn(128)
+
+    def forward(self, x):
+        x = self.up(x)
+        return self.down(x * self.scale.to(x.device))
+
+
+def test_parts_of_a_plain_tensor_go_to_every_device():
+    model, x = Scaled(), torch.randn(2, 8)
+    expected = model(x)
+    with autoshard.simulate(DEVICES) as devices:
+        plan = autoshard.plan(model, devices, inputs=x, strategy="column-parallel", objective="memory")
+        assert any(one.kind == "slice" and one.function for cut in plan.cuts for one in cut.actions)
+        torch.testing.assert_close(autoshard.apply(model, plan)(x).cpu(), expected)
+
+
 class Layer(nn.Module):
     """Drops as a module, as a function, in attention, or not at all."""
 
