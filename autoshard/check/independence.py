@@ -199,7 +199,7 @@ class SampleRun:
     def refuse(self, op: Op | None, what: str) -> Mixed:
         """The error that names an op, its module and line of code, and what it does."""
         if op is None:
-            return Mixed(f"{what}. {self.question.advice}")
+            return Mixed(f"the model {what}. {self.question.advice}")
         call = self.graph.calls[op.call]
         kind = next(module.class_name for module in self.graph.modules if module.path == call.path)
         place = f"{call.path} ({kind})" if call.path else "the model's own forward"
@@ -420,7 +420,7 @@ def _check_switches(runs: Mapping[Padded, SampleRun], choices: Sequence[tuple[st
             ):
                 if mine[left] != its[right]:
                     op = run.graph.values[next(iter(run.switches))].op if run.switches else -1
-                    what = f"asks whether any row is masked, and gives {path} otherwise computed if one is"
+                    what = f"asks whether any row is masked, and gives {path or 'its output'} other numbers if one is"
                     raise run.refuse(run.graph.ops[op] if op >= 0 else None, what)
 
 

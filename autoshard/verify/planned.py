@@ -60,7 +60,7 @@ def _errors(
     model: nn.Module, plan: Plan, call: tuple[tuple, dict[str, Any]], device: torch.device,
     dtype: torch.dtype | None = None,
 ) -> Errors:  # fmt: skip
-    """What differs between a copy of the model and one under the plan; `dtype`: of both, by default that of the model."""
+    """What differs between a copy of the model and one under the plan; `dtype`: of both, if not the model's."""
     args, kwargs = call
     work = Work(args=args, kwargs=kwargs, cut=bool(plan.cuts), divided=True)  # rows of parts draw the same numbers
     copies = copies_of(model)
