@@ -146,7 +146,7 @@ def test_packed_patches_are_divided_on_the_users_word_alone():
     ids = torch.tensor([[0, 0, 0, 1, 2]]).repeat(SAMPLES, 1)
     inputs = {"ids": ids, "patches": torch.randn(3 * SAMPLES, 12), "labels": ids.clone()}
     settings = {"inputs": inputs, "workload": WORK, "launch": "processes", "mesh": {"fsdp": 2}}
-    with pytest.raises(PlanError, match="packed one after the other.*assume_independent_rows=True plans it unchecked"):
+    with pytest.raises(PlanError, match=r"packed one after the other.*assume_independent_rows=True plans it unchecked"):
         autoshard.plan(Packed(), "2xH100-80GB", **settings)
     assert autoshard.plan(Packed(), "2xH100-80GB", **settings, assume_independent_rows=True).mesh.fsdp == 2
 
