@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard import torch_private
 from autoshard.common.fingerprint import fingerprint
 from autoshard.common.packed import stored_tensors
 from autoshard.errors import RankError
+from autoshard.nested import tensors_in
 from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut
 from autoshard.runtime.collectives import ProcessRanks, Ranks
@@ -136,6 +138,37 @@ def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:
         if whole and tensor.nbytes <= _COMPARED_BYTES and type(tensor) is torch.Tensor:
             found = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), found)
     return found
+
+
+class SameInputs:
+    """Pre-hook of a model that ranks share: raises `RankError` if they are given other tokens or masks than each other.
+
+    In the first calls, and then in every 16th. Where ranks divide tokens nothing else would show it: gradients are
+    sums over ranks, so they are equal, and wrong.
+    """
+
+    def __init__(self, ranks: ProcessRanks) -> None:
+        self.ranks, self.calls = ranks, 0
+
+    def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or torch_private.autograd_node() is not None:
+            return
+        self.calls += 1
+        if self.calls > 8 and self.calls % 16:
+            return
+        given = [one for _, one in tensors_in((args, kwargs)) if not one.is_floating_point() and not one.is_meta]
+        words = torch.zeros(self.ranks.size, dtype=torch.float64, device=next(module.parameters()).device)
+        words[self.ranks.rank] = digest_of_inputs(given)
+        first, *others = self.ranks.all_reduce(words).tolist()
+        other = next((rank for rank, word in enumerate(others, 1) if word != first), None)
+        if other is not None:
+            members = self.ranks.members
+            raise RankError(
+                f"rank {members[other]} has other inputs than rank {members[0]}, and they share one replica of the "
+                f"model. Give all {len(members)} the same batch (DistributedSampler(…, num_replicas=dist."
+                f"get_world_size() // {len(members)}, rank=dist.get_rank() // {len(members)})), and seed what is "
+                "sampled alike."
+            )
 
 
 def differ(ranks: ProcessRanks, number: int, news: bool, value: float) -> tuple[bool, list[float]]:

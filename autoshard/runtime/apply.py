@@ -153,11 +153,11 @@ def _check_modules(model: nn.Module, own: Runtime | None) -> None:
                 )
 
 
-def check_belongs(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `PlanError` unless the plan names this model's modules and tensors."""
+def check_belongs(model: nn.Module, plan: Plan, tensors: Mapping[str, torch.Tensor], known: str = "") -> None:
+    """Raise `PlanError` unless the plan names this model's modules and tensors; `known`: the model's fingerprint."""
     modules = dict(model.named_modules(remove_duplicate=False))
     check_known(plan.placements, modules, tensors, type(model).__name__)
-    if plan.fingerprint and plan.fingerprint != fingerprint(model):
+    if plan.fingerprint and plan.fingerprint != (known or fingerprint(model)):
         largest = sorted(tensors, key=lambda name: -tensors[name].numel())[:4]
         shapes = ", ".join(f"{name} {list(tensors[name].shape)} {tensors[name].dtype}" for name in largest)
         raise PlanError(

@@ -21,7 +21,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.sharding import Cut, Results, Scale
 from autoshard.runtime.actions import check, install
-from autoshard.runtime.agreement import RankState, agree, state_of_rank, together
+from autoshard.runtime.agreement import RankState, SameInputs, agree, state_of_rank, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, WholeState
@@ -251,6 +251,10 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     handles += watch_draws(model, ready.record.cuts, ready.record.ranks)
     handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
     handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
+    own_samples = any(action.kind == "dispatch" for cut in ready.record.cuts for action in cut.actions)
+    if isinstance(ready.record.ranks, ProcessRanks) and not own_samples:
+        same = SameInputs(ready.record.ranks)
+        handles.append(model.register_forward_pre_hook(same, with_kwargs=True, prepend=True))
     if isinstance(ready.record.ranks, LocalRanks):
         inside = {path for block in ready.memos if block for path in modules if path.startswith(f"{block}.")}
         for path, module in model.named_modules():

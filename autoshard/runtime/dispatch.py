@@ -155,11 +155,10 @@ def check_whole(model: nn.Module) -> None:
 
 def _check_belongs(model: nn.Module, plan: Plan) -> None:
     """Raise `PlanError` unless a plan is for this model as it is when nothing is applied to it."""
-    stages, cuts = pipeline_record(model), cut_record(model)
-    known = stages.plan.fingerprint if stages is not None else cuts.fingerprint if cuts is not None else ""
-    if known and known == plan.fingerprint:
-        plan = replace(plan, fingerprint="")  # the shapes that the model has now are those of its parts
-    placing.check_belongs(model, plan, named_tensors(model))
+    record, cuts = pipeline_record(model) or replica_record(model), cut_record(model)
+    known = record.plan.fingerprint if record is not None else cuts.fingerprint if cuts is not None else ""
+    # the tensors that the model has now may be parts
+    placing.check_belongs(model, plan, named_tensors(model), known)
 
 
 def _refuse_offloaded(plan: Plan) -> PlanError | ApplyError | None:
@@ -173,8 +172,8 @@ def _refuse_offloaded(plan: Plan) -> PlanError | ApplyError | None:
 
 
 def _check_not_cut(model: nn.Module) -> None:
-    if cut_record(model) is not None:
-        raise ApplyError("this model is cut over ranks. Call autoshard.remove(model) first, on all of them.")
+    if cut_record(model) or pipeline_record(model) or replica_record(model):
+        raise ApplyError("this model is divided over ranks. Call autoshard.remove(model) first, on all of them.")
 
 
 def own_name(plan: Plan, rank: int) -> str:

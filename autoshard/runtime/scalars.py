@@ -2,6 +2,8 @@
 
 rank 0   backward: its gradient a  ┐
 rank 1   backward: its gradient b  ┴▶  at the end of each backward (a + b) / 2, on both
+
+A backward that an error ended is noticed here, too.
 """
 
 import functools
@@ -27,12 +29,25 @@ class Scalars:
     def __init__(self, parameters: Sequence[nn.Parameter], means: Sequence[MeanOfReplicas]) -> None:
         self.parameters, self.means = parameters, means
         self.new = False  # whether there are gradients that were not averaged
+        self.unfinished = False  # whether a backward has begun and did not end
 
     def __call__(self, module: nn.Module, args: tuple, result: Any) -> None:
         """Forward hook of the model."""
         tensors = [one for one in flat_tensors(result) if one.requires_grad]
-        if tensors and self.parameters:
+        if tensors:
             torch.autograd.graph.register_multi_grad_hook(tensors, self._begin, mode="any")
+
+    def check_finished(self, module: nn.Module, args: tuple) -> None:
+        """Pre-hook of the model: raise `ApplyError` after a backward that an error ended.
+
+        fully_shard would take gradients of that one for those of the next, which would be wrong and differ by rank.
+        """
+        if self.unfinished and torch.is_grad_enabled() and torch_private.autograd_node() is None:
+            raise ApplyError(
+                "the last backward ended with an error, and gradients that were being averaged would get into the "
+                "next. End all ranks and go on from a checkpoint; or call autoshard.remove(model), apply the plan "
+                "again, and make a new optimizer."
+            )
 
     def watch(self) -> list[Any]:
         """Note gradients from now on; returns handles."""
@@ -64,7 +79,12 @@ class Scalars:
             )
 
     def _begin(self, gradient: torch.Tensor) -> None:
-        torch_private.after_backward(self.average)
+        self.unfinished = True
+        torch_private.after_backward(self._end)
+
+    def _end(self) -> None:
+        self.unfinished = False
+        self.average()
 
     def _note(self, parameter: torch.Tensor) -> None:
         self.new = True

@@ -110,6 +110,7 @@ def shard(
     used = Used(model, replaced[len(scalars) :], ranks, order, means)
     used.handles += [*means.watch(), model.register_forward_hook(means)]
     used.handles.append(model.register_forward_hook(order))
+    used.handles.append(model.register_forward_pre_hook(means.check_finished, prepend=True))
     _followed.append(weakref.ref(used, _followed.remove))
     _watch_steps()
     return used

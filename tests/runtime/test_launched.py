@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import autoshard
-from autoshard.errors import ApplyError, PlanError
+from autoshard.errors import ApplyError, PlanError, RankError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
@@ -237,6 +237,8 @@ def steps_on(size, slow):
         if size_of(mesh) == size and (name in SLOW) == slow:
             plan = completed(plan_for(mesh, size, precision="full", **wishes), decoder(), {"ids": ids, "labels": ids})
             jobs[name] = trained, decoder, plan, ids, plan.mesh.tp
+    if "columns" in jobs:
+        jobs[other_inputs] = other_inputs, jobs["columns"][2]
     if size == 2:
         plan = autoshard.plan(
             Widening(), devices_of(2), inputs={"ids": ids, "labels": ids}, launch="processes", mesh="tp=2",
@@ -266,6 +268,30 @@ def test_layers_with_an_odd_number_of_heads():
     for results in steps_on(2, False):
         found = results[Widening]
         assert found["losses"] < 1e-5 and found["gradients"] < 1e-5 and found["values"] < 1e-4, found
+
+
+def other_inputs(plan):
+    """Ranks that divide tokens would train on parts of two batches: gradients are sums, and equal."""
+    model, ids = autoshard.apply(decoder(), plan), samples() + dist.get_rank()
+    with pytest.raises(RankError, match="rank 1 has other inputs than rank 0"):
+        model(ids, labels=ids)
+
+
+def interrupted(text):
+    """A backward that an error ended leaves gradients behind. Applied again, with other parameters, it is well."""
+    plan, model, ids = Plan.from_json(text), decoder(), samples()
+    expected = train(decoder(), ids)
+    loss = autoshard.apply(model, plan)(ids, labels=ids)
+    handle = model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, labels=ids).backward()
+    handle.remove()
+    with pytest.raises(ApplyError, match="the last backward ended with an error"):
+        model(ids, labels=ids)
+    model.zero_grad()
+    autoshard.apply(model, plan)
+    found = train(model, ids, micro_batch=plan.micro_batch)
+    return loss.item() - expected[0][0], largest_error(found[3], expected[3])
 
 
 def accumulated(text):
@@ -321,6 +347,7 @@ def test_sharded_training():
     jobs = {name: (backward_flops, plan) for name, plan in plans.items()}
     jobs["accumulated"] = (accumulated, texts["none"])
     jobs["hooked"] = (hooked, texts["none"])
+    jobs["interrupted"] = (interrupted, texts["none"])
     for mesh in ("fsdp=2", "dp=2"):
         jobs[mesh] = (trained, lowered, plan_for(mesh, 2, torch.bfloat16, precision="mixed"), samples())
     jobs["float64"] = (
@@ -336,6 +363,7 @@ def test_sharded_training():
         assert selective - none == 3 * LENGTH * 2 * square
         assert full - none == 3 * (one_full - none)
         assert found["accumulated"] == [True, True, False]
+        assert found["interrupted"] == pytest.approx((0, 0), abs=1e-4)
         assert found["float64"]["stored"] == {torch.float64} and found["float64"]["gradients"] < 1e-12
         for mesh in ("fsdp=2", "dp=2"):
             assert found[mesh]["stored"] == {torch.float32}
