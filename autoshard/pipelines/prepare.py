@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard import torch_private
 from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.capture import record_forward
 from autoshard.capture.fake import EVEN_ORDER, FINITE
@@ -23,7 +22,8 @@ from autoshard.pipelines.programs import Program, fill_refs, find_traffic, same_
 from autoshard.pipelines.steps import RecordedCall, find_steps, is_inside
 from autoshard.runtime.chunks import BatchPart
 from autoshard.runtime.losses import loss_path
-from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.pipeline_record import PipelineRecord, written_down
+from autoshard.torch_private import backward_hooks
 
 Spec = tuple[torch.Size, torch.dtype]
 MOST_WAYS = 16
@@ -67,14 +67,8 @@ def shape_key(part: BatchPart, model: nn.Module, record: PipelineRecord) -> tupl
     ]
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     modules, dtypes = list(model.modules()), tuple(parameter.dtype for parameter in model.parameters())
-    around = tuple(_written_down(model.get_submodule(path)) for path in record.around)
+    around = tuple(written_down(model.get_submodule(path)) for path in record.around)
     return *leaves, autocast, tuple(module.training for module in modules), dtypes, around
-
-
-def _written_down(module: nn.Module) -> tuple:
-    """What of a module with parts at several positions is in a recording as it was: numbers, switches, user's hooks."""
-    attributes = ((name, value) for name, value in vars(module).items() if type(value) in (bool, int, float, str))
-    return *attributes, torch_private.hook_numbers(module, except_of="autoshard")
 
 
 def input_tensors(part: BatchPart, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -110,6 +104,9 @@ def prepare(model: nn.Module, record: PipelineRecord, part: BatchPart, *, grad: 
     found = find_steps(graph, call_log, staged)
     _check_assumptions(found)
     _check_cuts(found, record)
+    apart = _taken_apart(found)
+    _check_apart(apart, model, record, grad)
+    record.around = tuple(dict.fromkeys((*record.around, *apart)))
     traffic = find_traffic(found, len(record.plan.stages))
     read, value_guards = write_value_guards(found, model, record.device)
     template = call_log.calls[0].output
@@ -165,6 +162,36 @@ def _check_assumptions(found: RecordedCall) -> None:
             raise PlanError(
                 f"the forward decides by values that it computes: {guard.assumed}. What decides so has to be inside "
                 "of a module that runs on one stage; use a plan without a pipeline."
+            )
+
+
+def _taken_apart(found: RecordedCall) -> list[str]:
+    """The modules whose ops and calls stages run one by one, and never themselves."""
+    whole = {step.call.row for step in found.steps if step.call is not None and step.call.function is None}
+    apart: dict[str, None] = {}
+    for call in found.graph.calls:
+        if call.index in whole or call.parent in whole:
+            whole.add(call.index)
+        else:
+            apart[call.path] = None
+    return list(apart)
+
+
+def _check_apart(apart: Sequence[str], model: nn.Module, record: PipelineRecord, grad: bool) -> None:
+    """Raise `PlanError` for what modules that are not called by stages would do, and a recording does not have."""
+    applied = record.extras.get("applied", {})
+    for path in apart:
+        module, name = model.get_submodule(path), path or f"the {type(model).__name__}"
+        what = ""
+        if grad and any(not type(hook).__module__.startswith("autoshard") for hook in backward_hooks(module)):
+            what = f"{name} has a backward hook"
+        elif path in applied and applied[path] != written_down(module):
+            what = f"a hook, a number or the forward of {name} was changed after autoshard.apply"
+        if what:
+            raise PlanError(
+                f"{what}, and stages run what it calls, not itself: it is in several stages, or shares more with its "
+                "caller than its arguments and results (a cache: use_cache=False). Change it before autoshard.apply; "
+                "backward hooks belong to modules inside of it, or to a plan without a pipeline."
             )
 
 

@@ -34,7 +34,7 @@ class PipelineRecord:
         holders: name of every parameter and buffer, tied ones under each name -> positions that have it, the owner
             first. Small buffers are kept by all positions; the owner's count.
         originals: name -> device it was on before; `whole`: name -> its shape when the model is whole.
-        around: paths of the modules whose tensors are at several positions.
+        around: paths of the modules whose tensors are at several positions, or that stages do not call themselves.
         replaced: parameters that were replaced by sharded ones; `used`: follows those, None where none are.
         silent: set while the model runs only to be recorded: whatever hooks a forward lets it pass.
         extras: what else belongs to the applied model, by who put it there.
@@ -95,6 +95,17 @@ class StagesHook:
                 "autoshard.schedule(model).eval(…) or .step(…) on all of them. generate() does not run in stages: plan "
                 f'with mesh="tp={len(self.record.plan.devices)}" for it.'
             )
+
+
+def written_down(module: nn.Module) -> tuple:
+    """What of a module that stages do not call is in a recording as it was: numbers, switches, hooks, its forward."""
+    attributes = (
+        (name, value)
+        for name, value in vars(module).items()
+        if type(value) in (bool, int, float, str) and name != "training"
+    )
+    hooks = torch_private.hook_numbers(module, except_of="autoshard")
+    return *attributes, id(vars(module).get("forward")), hooks
 
 
 def pipeline_record(model: nn.Module) -> PipelineRecord | None:

@@ -36,7 +36,7 @@ from autoshard.runtime.moves import (
     set_data,
     tied_groups,
 )
-from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of
+from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of, written_down
 from autoshard.runtime.sharded import (
     Sharing,
     check_shardable,
@@ -94,6 +94,8 @@ def apply_stages(
         end_groups(record.made, marked)
         raise
     forget_whole(record.replaced)
+    if "skeleton" in record.extras:  # which knows of nothing that changes from now on
+        record.extras["applied"] = {path: written_down(module) for path, module in model.named_modules()}
     return model
 
 

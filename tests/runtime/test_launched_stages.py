@@ -210,6 +210,7 @@ def jobs_of(case):
     if case == "stages":
         plan = plan_for("stopped", "pp=2")
         ways = {True: "frozen", False: "not frozen"} if TAKES_NO_GRADIENTS else {False: "not frozen"}
+        jobs[case, "changed"] = changed, plan_for("decoder", "pp=2")  # the others may end alone
         jobs |= {(case, way): (stopped, plan, frozen) for frozen, way in ways.items()}
     if case == "cut stages":
         jobs[case, "maps"] = ask_for_maps, plan_of_maps()
@@ -242,6 +243,24 @@ def test_stages_are_trained_as_one_process(case):
     lasts = [found["losses"] for found in every if found["losses"][0] is not None]
     means = [sum(losses) / len(losses) for losses in zip(*lasts, strict=True)]
     assert means == pytest.approx(every[0]["expected"], rel=1e-5)
+
+
+def changed(text):
+    """A hook on a layer, which its stage calls, is called; on the model, which none calls, it would do nothing."""
+    plan, model, seen = Plan.from_json(text), decoder(), []
+    autoshard.apply(model, plan, inputs={"ids": samples(), "labels": samples()})
+    runner = autoshard.schedule(model)
+    runner.step(ids=samples(), labels=samples())
+    model.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    runner.step(ids=samples(), labels=samples())
+    assert bool(seen) == (not model.layers[0].o.weight.is_meta)
+    handle = model.register_full_backward_pre_hook(lambda module, gradients: (2 * gradients[0],))
+    with pytest.raises(PlanError, match="the Scalars has a backward hook"):
+        runner.step(ids=samples(), labels=samples())
+    handle.remove()
+    model.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(PlanError, match="of the Scalars was changed after autoshard.apply"):
+        runner.step(ids=samples(), labels=samples())
 
 
 def mixed(name, text):
