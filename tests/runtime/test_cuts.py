@@ -47,7 +47,7 @@ def generating():
 
 
 class Counter:
-    """Counts the collectives of torch.distributed in this process."""
+    """Counts the collectives of torch.distributed in this process, but for those that compare inputs (float64)."""
 
     def __init__(self):
         self.count = 0
@@ -56,7 +56,7 @@ class Counter:
 
     def _counted(self, call):
         def counted(*args, **kwargs):
-            self.count += 1
+            self.count += args[0].dtype != torch.float64
             return call(*args, **kwargs)
 
         return counted
