@@ -30,7 +30,7 @@ from autoshard.axes.axis import Axis, Factor, covers, factors_of, reshape, size_
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import bound_of_filled
 from autoshard.axes.given import arguments_of, is_where_alone, overwritten_by, plain, reads_bits
-from autoshard.axes.reshaping import MOVES, RESHAPES
+from autoshard.axes.reshaping import CATS, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
@@ -268,7 +268,7 @@ class Entries:
             if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin", "argsort"):
                 shape = graph.values[op.inputs[0]].shape
                 return _ranked(op, shape) if value == op.outputs[-1] and len(op.inputs) == 1 else 0
-            if name_of(op) in ("cat", "concat", "concatenate") and graph.values[value].dtype in EXACT:
+            if name_of(op) in CATS and graph.values[value].dtype in EXACT:
                 bounds = [self._bound(one) for one in op.inputs]
                 return max(bounds) if all(bounds) else 0
             if name_of(op) == "masked_fill":

@@ -380,4 +380,5 @@ WHOLE = names(permuted, expanded)
 """Views that leave every dimension as it is."""
 PARTS = names(_slice, _narrow, _select, _split) | {"tensor_split"}
 MOVES = WHOLE | PARTS | {"unbind", "unfold", "diagonal"}
-JOINS = names(_cat, _stack, _pad, repeated, interleaved) | {"flip", "roll"}
+CATS = names(_cat)
+JOINS = CATS | names(_stack, _pad, repeated, interleaved) | {"flip", "roll"}

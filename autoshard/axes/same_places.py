@@ -14,6 +14,7 @@ from autoshard.axes.axis import fresh
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of, overwritten_by
+from autoshard.axes.reshaping import CATS
 from autoshard.axes.rules import is_pointwise
 from autoshard.capture.graph import Op, name_of
 
@@ -43,7 +44,7 @@ class SamePlaces:
         name, source, made = name_of(op), op.inputs[0], op.outputs[0]
         if name in ("slice", "select") and source in self._known:
             return self._taken(op, name, self._known[source])
-        found = self._joined(op) if name in ("cat", "concat", "concatenate") else self._each(op, name)
+        found = self._joined(op) if name in CATS else self._each(op, name)
         if found is not None:
             self._known[made] = found
         return None
