@@ -64,7 +64,7 @@ def find_batch_axis(
                 refused = refused or str(error)
                 tried = batch.inputs[0].dim
             except NotRun as error:
-                refused = refused or f"with other rows the model could not be run: {error}"
+                refused = refused or _not_run(error)
                 packed = packed or _packed(question, batch)
     refused = f"{refused or 'no input has a dimension for it'}{packed}".rstrip(".")
     advice = "" if INDEPENDENT in refused else f" {WHOLE}"
@@ -88,12 +88,15 @@ def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: Ax
         except Mixed as error:
             raise _refusal(model, f"{error}.") from None
         except NotRun as error:
-            tried = f"with other rows the model could not be run: {str(error).rstrip('.')}{_packed(question, batch)}"
-            raise _refusal(model, f"{tried}. {question.advice}.") from None
+            raise _refusal(model, f"{_not_run(error)}{_packed(question, batch)}. {question.advice}.") from None
 
 
 def _refusal(model: nn.Module, why: str) -> PlanError:
     return PlanError(f"the batch of {type(model).__name__} can't be divided: {why}")
+
+
+def _not_run(error: NotRun) -> str:
+    return f"with other rows the model could not be run: {str(error).rstrip('.')}"
 
 
 def _question(
