@@ -33,6 +33,8 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
+foreach_copy: Any = torch._foreach_copy_
+"""Copies each tensor of a list into one of another, whatever devices they are on."""
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 """What ops are."""
 not_overridden = torch.nn.Parameter.__torch_function__
@@ -92,10 +94,10 @@ def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     return list(module._forward_pre_hooks.values())
 
 
-def backward_hooks(module: torch.nn.Module) -> list[Any]:
-    """The hooks of a module on what its outputs' gradients are, and on what those of its inputs are."""
+def backward_hooks(module: torch.nn.Module, except_of: str = "") -> list[Any]:
+    """The hooks of a module on the gradients of its outputs and of its inputs, but for those of one package."""
     tables: Any = module._backward_pre_hooks, module._backward_hooks
-    return [hook for table in tables for hook in table.values()]
+    return [hook for table in tables for hook in table.values() if _package(hook) != except_of]
 
 
 def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
@@ -103,12 +105,12 @@ def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
     tables: Any = (
         module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
     )  # fmt: skip
-    return tuple(
-        number
-        for table in tables
-        for number, hook in table.items()
-        if type(hook).__module__.partition(".")[0] != except_of
-    )
+    return tuple(number for table in tables for number, hook in table.items() if _package(hook) != except_of)
+
+
+def _package(hook: Any) -> str:
+    """The package of a hook's class; "builtins" of a function."""
+    return type(hook).__module__.partition(".")[0]
 
 
 def default_store() -> Any:

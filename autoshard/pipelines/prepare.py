@@ -183,7 +183,7 @@ def _check_apart(apart: Sequence[str], model: nn.Module, record: PipelineRecord,
     for path in apart:
         module, name = model.get_submodule(path), path or f"the {type(model).__name__}"
         what = ""
-        if grad and any(not type(hook).__module__.startswith("autoshard") for hook in backward_hooks(module)):
+        if grad and backward_hooks(module, except_of="autoshard"):
             what = f"{name} has a backward hook"
         elif path in applied and applied[path] != written_down(module):
             what = f"a hook, a number or the forward of {name} was changed after autoshard.apply"
