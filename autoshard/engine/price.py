@@ -350,7 +350,8 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
     The busiest rank computes every micro-batch; before and after it waits for one to pass through the others, in
     pieces of a rank's part where stages are interleaved. Halves of backward fill a part of that with "zero-bubble".
     Where no more micro-batches are in flight than there are ranks, each waits for what it sent to come back: p of them
-    per round trip of p (forward + backward) + 2 (p - 1) sends.
+    per round trip of p (forward + backward) + 2 (p - 1) sends. The first one passes through every stage in turn,
+    however many pieces they are; each further one is a piece behind it.
     """
     recipe = setting.recipe
     count, chunks = recipe.num_microbatches, recipe.stages_per_rank
@@ -364,7 +365,10 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
         if index != busiest
     ]
     sends = 2 * chunks * send * (recipe.pp - 1) / recipe.pp if recipe.schedule != "gpipe" else 0.0
-    seconds = count * (each[busiest] + sends) + sum(waits) / chunks + 2 * (recipe.pp * chunks - 1) * send
+    halves = 0.5 if recipe.schedule == "zero-bubble" else 1.0
+    first = sum(one.forward + halves * one.backward for one in passes)
+    filled = count * (each[busiest] + sends) + sum(waits) / chunks
+    seconds = max(filled, first + (count - 1) * each[busiest] / chunks) + 2 * (recipe.pp * chunks - 1) * send
     return seconds, 1 - count * sum(each) / (recipe.pp * seconds)
 
 

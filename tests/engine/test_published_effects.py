@@ -1,18 +1,23 @@
 """Effects that published runs showed: what they add to memory and to seconds, each by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
 from autoshard.cluster.topology import Topology
+from autoshard.engine import price
 from autoshard.engine.collectives import Network
 from autoshard.engine.efficiency import efficiency_of
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import LOGIT_BYTES
 from autoshard.engine.precision import Precision
-from autoshard.engine.price import make_setting, price_step, split_stages
+from autoshard.engine.price import Passes, make_setting, price_step, split_stages
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card
+from autoshard.schedules.orders import make_order
+from autoshard.schedules.simulate import Times, simulate
 from tests.search.models import traced
 
 CARD = Card(generation="sm80", flops_per_second=312e12, bytes_per_second=2e12, memory_bytes=80 * 2**30)
@@ -83,6 +88,25 @@ def test_each_micro_batch_of_a_pipeline_waits_for_its_sends():
     assert slow.seconds - fast.seconds == pytest.approx((32 * 2 * 0.5 + 2) * send, rel=0.02)
     gpipe = replace(recipe, schedule="gpipe")
     assert priced(gpipe, per_host=1, network=1e9).seconds < slow.seconds
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "interleaved", "zero-bubble"])
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 4, 8])
+def test_few_micro_batches_pass_through_every_stage_in_turn(schedule, microbatches):
+    """Pieces of stages shorten the wait for the first micro-batch, not its way: as played in the schedule's order."""
+    chunks = 1 if schedule == "gpipe" else 2
+    stages = 4 * chunks
+    times = Times(
+        forward=[1.0] * stages, backward=[2.0] * stages, weight=[1.0] * stages,
+        sends=[0.0] * (stages - 1), returns=[0.0] * (stages - 1),
+    )  # fmt: skip
+    played = simulate(make_order(schedule, 4, microbatches, stages_per_device=chunks), times)
+    recipe = Recipe(pp=4, num_microbatches=microbatches, schedule=schedule, stages_per_rank=chunks)
+    one = Passes(forward=1.0, backward=2.0, forward_compute=1.0, backward_compute=2.0)
+    with mock.patch.object(price, "stage_send_seconds", lambda setting: 0.0):
+        seconds, bubble = price._pipelined(SimpleNamespace(recipe=recipe), [one] * stages)
+    assert seconds == pytest.approx(played.seconds, rel=0.07 if schedule == "zero-bubble" else 1e-9)
+    assert bubble == pytest.approx(played.bubble, abs=0.07)
 
 
 def test_unfused_attention_makes_its_scores():
