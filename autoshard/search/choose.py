@@ -3,9 +3,7 @@
 Both ways are considered where the devices are another machine's: nothing that runs here says how the model is started.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from autoshard.cluster.device import Device
 from autoshard.cluster.topology import computing_devices, unequal_reason, uneven_reason
 from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
+from autoshard.common.sizes import format_seconds
 from autoshard.engine.estimate import Estimate
 from autoshard.engine.memory import RecipeEstimate
 from autoshard.errors import CaptureError, PlanError, SpecError
@@ -26,11 +25,11 @@ from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
 from autoshard.runtime.collectives import count_processes
-from autoshard.search.best import Searched, SearchTask, alone
+from autoshard.search.best import WORTH_STARTING, Searched, SearchTask, alone
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.limits import Asked
 from autoshard.search.processes import WORTH_SAYING, dtype_of, plan_processes, write_plan
-from autoshard.search.reasons import explain
+from autoshard.search.reasons import explain, shown_mesh
 from autoshard.search.traced import Traced, trace, why_undivided
 
 
@@ -41,10 +40,14 @@ class Chosen:
     plan: Plan
     cluster: Cluster
     estimate: Estimate
-    profile: Profile
     traced: Traced
     searched: Searched
     task: SearchTask
+
+    @property
+    def profile(self) -> Profile:
+        """Of the run that the plan is priced by."""
+        return profile_graph(self.traced.graph, self.traced.workload)
 
 
 @no_collection()  # graphs are large and stay: 2 s of 15 for 405 billion parameters
@@ -57,11 +60,12 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     running = not forced and _is_running(cluster, workload, asked)
     stated = workload.batch_size is not None or inputs is not None
     least = 1 if workload.new_tokens or (workload.training and stated) else 2
-    if not forced and not running and not _considered(cluster, least, asked):
-        again = partial(choose, model, inputs, workload)
-        one_by_one = asked.objective == "latency" or (asked.objective == "throughput" and workload.training)
-        return _on_unequal(cluster, again, least, asked) if one_by_one else None
+    equal = forced or running or _considered(cluster, least, asked)
+    if not equal and not (_one_by_one(workload, asked) and _considered(cluster, least, asked, unequal=True)):
+        return None
     if workload.training and not stated:
+        if not equal:
+            return None
         raise SpecError(
             "a training step needs a batch: say how many sequences a step of all devices has, for example --batch 64 "
             "(batch_size=64), and their length with --seq."
@@ -69,20 +73,32 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     traced = _traced(model, inputs, workload, forced)
     if traced is None:
         return None
-    asked = replace(
-        asked, precision=asked.precision if forced or len(cluster.devices) > 1 else _as_stored(traced),
-        everyone=count_processes() > 1,
-        why_undivided=why_undivided(traced, assume_independent_rows=asked.assume_independent_rows),
-    )  # fmt: skip
+    why_not = why_undivided(traced, assume_independent_rows=asked.assume_independent_rows)
+    asked = replace(asked, everyone=count_processes() > 1, why_undivided=why_not)
+    if equal:
+        return _planned(traced, cluster, asked, forced=forced, running=running)
+    return _on_unequal(traced, cluster, asked, least)
+
+
+def _planned(
+    traced: Traced, cluster: Cluster, asked: Asked, *, forced: bool = False, running: bool = False
+) -> Chosen | None:  # fmt: skip
+    """The plan for ranks that share equally; None where one process does as well. `forced`: processes were asked for.
+
+    `running`: they run already, and place the model where it can't be divided.
+    """
+    if not forced and len(cluster.devices) == 1:
+        asked = replace(asked, precision=_as_stored(traced))
+    training = traced.workload.training
     try:
         _refuse_written(traced)
         plan, found, task = plan_processes(traced, cluster, asked)
     except PlanError:
-        final = _several_hosts(cluster) or workload.training or _has_no_room(traced.graph, cluster)
+        final = _several_hosts(cluster) or training or _has_no_room(traced.graph, cluster)
         if forced or (final and not running):
             raise
         return None  # what is not divided, or fits with the help of others, is placed, or refused by that search
-    single = None if forced or running or workload.training or _several_hosts(cluster) else alone(task, found)
+    single = None if forced or running or training or _several_hosts(cluster) else alone(task, found)
     if single is not None:
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
@@ -90,11 +106,8 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     plain = best.recipe.devices == 1 and best.recipe.recompute == "none" and best.recipe.num_microbatches == 1
     if plain and not forced and not task.new_tokens:
         return None  # one process on one device is placed by what counts its bytes exactly
-    profile = profile_graph(traced.graph, traced.workload)
     estimate = estimate_recipe(plan, best.recipe, task, cluster)
-    return Chosen(
-        plan=plan, cluster=cluster, estimate=estimate, profile=profile, traced=traced, searched=found, task=task
-    )  # fmt: skip
+    return Chosen(plan=plan, cluster=cluster, estimate=estimate, traced=traced, searched=found, task=task)
 
 
 def _refuse_written(traced: Traced) -> None:
@@ -151,44 +164,54 @@ def _alike(cluster: Cluster) -> list[Cluster]:
     return sets
 
 
-def _on_unequal(cluster: Cluster, plan: Callable[..., Chosen | None], least: int, asked: Asked) -> Chosen | None:
+def _one_by_one(workload: Workload, asked: Asked) -> bool:
+    """Whether passes follow one another, so that devices in turns are no faster than the fastest of them."""
+    return asked.objective == "latency" or (asked.objective == "throughput" and workload.training)
+
+
+def _on_unequal(traced: Traced, cluster: Cluster, asked: Asked, least: int) -> Chosen | None:
     """Plan for ranks on some of the devices, as they share equally; None if one of the fastest is as fast alone.
 
     Devices that take turns are never faster than one of the fastest with all the memory. Ranks on several equal devices
-    of the fastest kind are faster than that, if the model fits; ranks on unequal ones have to show it.
+    of the fastest kind are faster than that, if the model fits; ranks on unequal ones have to show it. Where one device
+    answers, ranks have to be as much faster as on equal devices.
     """
-    if not _considered(cluster, least, asked, unequal=True):
-        return None
     sets = _alike(cluster)
+    fastest = replace(cluster, devices=sets[0].devices[:1])
+    single = None if traced.workload.training else _tried(traced, fastest, asked, forced=True)
     equal = [devices for devices in sets if _considered(devices, max(2, least), asked)]
-    found = [one for devices in equal if (one := _tried(plan, devices, asked)) is not None]
+    found = [one for devices in equal if (one := _tried(traced, devices, asked)) is not None]
     best = min(found, key=lambda one: one.estimate.latency_seconds, default=None)
-    forced = replace(asked, launch="processes")
-    first = best
+    first = best or single
     if first is None:
         whole = sum(device.memory_bytes for device in cluster.devices)
         alone = (replace(sets[0].devices[0], memory_bytes=whole),)
-        first = _tried(plan, replace(cluster, devices=alone), forced)
+        first = _tried(traced, replace(cluster, devices=alone), asked, forced=True)
     limit = float("inf") if first is None else first.estimate.latency_seconds
     for devices in sets:
-        one = None if devices in equal else _tried(plan, devices, forced)
+        one = None if devices in equal else _tried(traced, devices, asked, forced=True)
         if one is not None and one.estimate.latency_seconds < WORTH_SAYING * limit:
             best, limit = one, one.estimate.latency_seconds
+    if single is not None and single.estimate.latency_seconds <= WORTH_STARTING * limit:
+        return _saying_what_is_left(single, cluster, instead_of=best) if traced.workload.new_tokens else None
     return None if best is None else _saying_what_is_left(best, cluster)
 
 
-def _tried(plan: Callable[..., Chosen | None], cluster: Cluster, asked: Asked) -> Chosen | None:
+def _tried(traced: Traced, cluster: Cluster, asked: Asked, *, forced: bool = False) -> Chosen | None:
     """A plan for some of the devices, None where it is for one of several or can't be made: all together may do."""
     try:
-        found = plan(cluster=cluster, asked=asked)
-    except (CaptureError, PlanError, SpecError):
+        found = _planned(traced, cluster, asked, forced=forced)
+    except (PlanError, SpecError):
         return None
     several = found is not None and (len(found.plan.devices) > 1 or len(cluster.devices) == 1)
     return found if several else None
 
 
-def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
-    """Say in the reasons which devices a plan for the fastest ones leaves out, and how to start it without them."""
+def _saying_what_is_left(chosen: Chosen, cluster: Cluster, *, instead_of: Chosen | None = None) -> Chosen:
+    """Say in the reasons which devices a plan leaves out, and how to start it without them.
+
+    `instead_of`: ranks that are faster, not by enough to be worth starting.
+    """
     used = {device.name for device in chosen.cluster.devices}
     left = [device for device in computing_devices(cluster) if device.name not in used]
     if not left:
@@ -196,7 +219,12 @@ def _saying_what_is_left(chosen: Chosen, cluster: Cluster) -> Chosen:
     kinds = ", ".join(dict.fromkeys(device.kind for device in left))
     several = f"{left[0].name} and {len(left) - 1} more" if len(left) > 1 else left[0].name
     slower = {device.kind for device in left} - {device.kind for device in chosen.cluster.devices}
-    why = "ranks have equal parts, and would wait for these" if slower else "every host has equally many ranks"
+    why = "every host has equally many ranks"
+    if instead_of is not None and instead_of.searched.best is not None:
+        mesh, seconds = shown_mesh(instead_of.searched.best.recipe), format_seconds(instead_of.estimate.latency_seconds)
+        why = f"{mesh} would take {seconds}, which is less than {WORTH_STARTING:g} times as fast; ask for it with --mesh"
+    elif slower:
+        why = "ranks have equal parts, and with these it would take longer, or not fit"
     said = f"{several} ({kinds}) {'are' if left[1:] else 'is'} not used: {why}"
     if len({device.host for device in cluster.devices}) == 1 and all(one.startswith("cuda:") for one in used):
         numbers = ",".join(one.removeprefix("cuda:") for one in sorted(used, key=lambda one: int(one[5:])))

@@ -382,6 +382,18 @@ def test_devices_take_part_where_equal_parts_are_faster(devices, used):
         assert any("the devices are unequal" in reason for reason in found.plan.reasons)
 
 
+@pytest.mark.parametrize("devices", ["2xRTX4090", "1xRTX4090,1xRTX3090", "2xRTX4090,1xRTX3090"])
+def test_one_device_answers_unless_ranks_are_twice_as_fast_unequal_or_not(devices):
+    """A slower card beside it changes nothing. The model is recorded once for all sets of devices."""
+    ids = torch.zeros(1, 64, dtype=torch.long)
+    workload = autoshard.Workload(batch_size=1, sequence_length=64, new_tokens=8)
+    with mock.patch("autoshard.search.choose.trace", wraps=trace) as recorded:
+        found = choose(Decoder(width=2048, layers=8), {"ids": ids}, workload, parse_devices(devices), Asked())
+    assert found is not None and [one.name for one in found.plan.devices] == ["cuda:0"]
+    assert any("tp=2 would take" in reason for reason in found.plan.reasons)
+    assert recorded.call_count == 1
+
+
 def running(model, inputs, devices=("cpu:0", "cpu:1"), **asked):
     """What is planned where a process runs for each device."""
     with mock.patch("autoshard.search.choose.count_processes", lambda: len(devices)):
@@ -410,8 +422,8 @@ def test_processes_that_run_place_a_model_that_no_mesh_divides():
 
 def test_ranks_on_unequal_devices_have_the_part_of_the_weakest():
     """Whichever comes first, as on two of the slower kind with the memory of the smaller one."""
-    ids = torch.zeros(8, 64, dtype=torch.long)
-    asked = {"launch": "processes", "workload": autoshard.Workload(batch_size=8, mode="training")}
+    ids = torch.zeros(32, 64, dtype=torch.long)
+    asked = {"launch": "processes", "workload": autoshard.Workload(batch_size=32, mode="training")}
     model, inputs = Decoder(256, 4), {"ids": ids, "labels": ids}
     plans = [autoshard.plan(model, spec, inputs=inputs, **asked) for spec in ("1xT4,1xH100-80GB", "1xH100-80GB,1xT4")]
     for plan in plans:
