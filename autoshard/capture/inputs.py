@@ -20,8 +20,8 @@ from autoshard.plan.workload import Workload
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 DEFAULT_SEQUENCE = 512
 """Tokens per sequence where neither the workload nor the model's limit says otherwise."""
-MOST_TOKENS = 2**30
-"""Token ids that are made for one call: 8 GiB of them."""
+MOST_TOKENS = 2**27
+"""Token ids that are made for one call, 1 GiB of them; the mask and the labels beside them are as large."""
 _MAX_LENGTH = ("max_position_embeddings", "n_positions", "max_source_positions", "max_target_positions", "max_seq_len")
 
 

@@ -61,7 +61,7 @@ def plan_command(
     as_json: o.Json = False,
 ) -> None:
     """Plan where every module of TARGET goes, and print what that costs. Nothing is allocated."""
-    settings, wishes, workload = planning.settings(out), recipe.wishes(), asked.workload()
+    settings, wishes, workload = planning.settings(out), recipe.wishes(train=asked.train), asked.workload()
     if max_batch and max_seq:
         raise SpecError("--max-batch and --max-seq can't be asked for at once. Fix one of them with --batch or --seq.")
     cluster = devices_of(devices, settings["max_memory"])

@@ -155,8 +155,11 @@ class RecipeOptions:
     dtype: str = _option("auto", "--dtype", metavar="NAME", help=_DTYPES)
     compiled: bool | None = _option(None, "--compile/--eager", help=_COMPILE)
 
-    def wishes(self) -> dict[str, Any]:
-        """What options say, as `chosen_for` takes it."""
+    def wishes(self, *, train: bool) -> dict[str, Any]:
+        """What options say, as `chosen_for` takes it. Raises `SpecError` for those of training where nothing trains."""
+        if not train and (self.recompute is not None or self.precision != "auto"):
+            given = "--precision" if self.recompute is None else "--recompute"
+            raise SpecError(f"{given} is read with --train only. Add --train, or leave it out; --dtype is of weights.")
         return asdict(self)
 
 

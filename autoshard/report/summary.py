@@ -49,7 +49,8 @@ def _bound_rows(plan: Plan, estimate: Estimate) -> list[Row]:
     """What no plan of this kind is faster than."""
     if not estimate.lower_bound_seconds or estimate.objective == "memory":
         return []
-    more = "" if estimate.gap < 5e-4 else f"; this one is {estimate.gap:.1%} above"
+    beside = f"is {estimate.gap:.1%} above" if estimate.gap < 1 else f"takes {1 + estimate.gap:.3g} times as long"
+    more = "" if estimate.gap < 5e-4 else f"; this one {beside}"
     divided = plan.mesh is not None or estimate.objective == "throughput"
     said = "if no device ever waited" if divided else "no placement is faster"
     return [("lower bound", format_seconds(estimate.lower_bound_seconds), said + more)]

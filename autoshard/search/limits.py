@@ -7,6 +7,7 @@ from typing import Any
 
 from autoshard.cluster.cluster import RESERVED
 from autoshard.engine.blocks import ModelWork
+from autoshard.engine.precision import inference_precision, training_precision
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan.choices import Objective
 
@@ -81,6 +82,9 @@ class Asked:
             raise SpecError(f"unknown launch {self.launch!r}: use one-process or processes.")
         if self.recompute not in (None, "none", "selective", "full"):
             raise SpecError(f"unknown recomputation {self.recompute!r}: use none, selective or full.")
+        training_precision(self.precision, "")  # raises for a name that is none, also where nothing trains
+        if self.dtype != "auto":
+            inference_precision(self.dtype)
         object.__setattr__(self, "mesh", parse_mesh(self.mesh))
         if self.micro_batch is not None and not isinstance(self.micro_batch, int):
             raise SpecError(f"micro_batch is {self.micro_batch!r}, and must be a whole number.")

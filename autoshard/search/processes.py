@@ -19,12 +19,12 @@ from autoshard.cluster.topology import computing_devices, topology_of, unequal_r
 from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.memory import RecipeEstimate
-from autoshard.engine.precision import inference_precision, training_precision
+from autoshard.engine.precision import STORED_BYTES, inference_precision, training_precision
 from autoshard.engine.price import boundaries_of, split_stages
 from autoshard.engine.pricer import needs_processes
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.engine.timing import weakest_card
-from autoshard.errors import PlanError
+from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan, Stage
 from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import Objective
@@ -65,6 +65,11 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
         )
     training = traced.workload.training
     stored = dtype_of(traced.graph) if asked.dtype == "auto" else asked.dtype
+    if training and asked.dtype in STORED_BYTES:
+        raise SpecError(
+            f"weights of {asked.dtype} are for answers: training keeps at least 16 bits of each. Leave dtype out; "
+            "--precision pure (precision=) keeps weights, gradients and moments of 16 bits."
+        )
     if training:
         _, precision = training_precision(asked.precision, stored, traced.workload.optimizer)
     else:

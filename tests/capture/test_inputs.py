@@ -123,3 +123,5 @@ def test_the_limit_may_be_in_a_config_inside_and_too_many_tokens_are_not_made():
         model = transformers.GPT2Model(transformers.GPT2Config(n_layer=1))
     with pytest.raises(CaptureError, match="give a smaller batch or shorter sequences"):
         derive_inputs(model, Workload(batch_size=10**11, sequence_length=8))
+    with pytest.raises(CaptureError, match="too many"):  # 8 GB of ids, as much for a mask, and again for copies
+        derive_inputs(model, Workload(batch_size=2, sequence_length=5 * 10**8))

@@ -61,6 +61,8 @@ def test_words_that_people_type_are_strategies(net):
         (["--mesh", "fast"], 2, "write degrees such as"),
         (["--precision", "half"], 2, "unknown precision"),
         (["--recompute", "some"], 2, "unknown recomputation"),
+        (["--dtype", "int8"], 2, "weights of int8 are for answers"),
+        (["--dtype", "int3"], 2, "unknown dtype"),
         (["--launch", "both"], 2, "one-process or processes"),
         (["--launch", "one-process", "--mesh", "fsdp=8"], 2, "leave out one-process"),
         (["--mesh", "fsdp=8", "--pin", "0=cuda:0"], 2, "a pin is for one process"),
@@ -71,6 +73,12 @@ def test_what_makes_no_sense_is_one_paragraph(net, tmp_path, options, status, wo
     done = run("plan", net, "-d", "8xA100-40GB", "--train", "--batch", "64", "-o", out, *options)
     assert done.exit_code == status and words in " ".join(done.output.split()), done.output
     assert not out.exists() and "Traceback" not in done.output
+
+
+@pytest.mark.parametrize("options", [["--precision", "int8"], ["--recompute", "full"]])
+def test_what_is_for_training_is_not_left_unread(net, options):
+    done = run("plan", net, "-d", "8xA100-40GB", "--batch", "64", *options)
+    assert done.exit_code == 2 and f"{options[0]} is read with --train only" in " ".join(done.output.split())
 
 
 @pytest.fixture
