@@ -29,6 +29,9 @@ WORTH_KEEPING = 1.35
 """How much longer a recipe may take than the best one to be tried with fewer layers recomputed: all of them recomputed
 are a third of a step that computes nothing twice."""
 
+NEARLY_FITS = 1.25
+"""Stages of equally many layers that need so much more than there is may fit with fewer where the head is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchTask:
@@ -195,22 +198,32 @@ def _steps(task: SearchTask, devices: int, topology: Topology) -> Iterator[Tried
     def prepare(recipe: Recipe) -> Step:
         return prepare_step(task.work, recipe, task.card, topology)
 
+    room = task.card.memory_bytes
     for mesh in meshes(devices, topology.devices_per_host, task.limits, task.given, training=True):
         for modes in step_recipes(mesh, task.limits, task.given, task.precision, task.stack):
             if task.leanest:
                 modes = modes[-1:]
-            elif not task.given.mesh and _least_bytes(task, modes[0]) > task.card.memory_bytes:
+            elif not task.given.mesh and _least_bytes(task, modes[0]) > room:
                 break  # neither smaller micro-batches nor recomputation change the states
-            *others, leanest = modes
-            for last in _those_that_run([leanest], prepare):
-                for one in _those_that_run(others, prepare) if last.fits else ():  # what keeps more takes more
-                    yield price_prepared(one) if one.fits else one
-                    if one.fits and task.goal != "memory":
-                        break  # more recomputation only takes longer
-                else:
-                    yield price_prepared(last) if last.fits else last
+            found = list(_least_recomputed(task, modes, prepare))
+            if modes[0].pp > 1 and found and not found[-1].fits and found[-1].memory.reserved < NEARLY_FITS * room:
+                balanced = [replace(one, balanced_stages=True) for one in modes]  # the head is what has no room
+                found += _least_recomputed(task, balanced, prepare)
+            yield from found
             if task.leanest:
                 break
+
+
+def _least_recomputed(task: SearchTask, modes: list[Recipe], prepare: Callable[[Recipe], Step]) -> Iterator[Tried]:
+    """Of recipes that differ in recomputation, the least of it first, those that are looked at."""
+    *others, leanest = modes
+    for last in _those_that_run([leanest], prepare):
+        for one in _those_that_run(others, prepare) if last.fits else ():  # what keeps more takes more
+            yield price_prepared(one) if one.fits else one
+            if one.fits and task.goal != "memory":
+                break  # more recomputation only takes longer
+        else:
+            yield price_prepared(last) if last.fits else last
 
 
 def _answers(task: SearchTask, devices: int) -> Iterator[Tried]:

@@ -222,7 +222,7 @@ def _saying_what_is_left(chosen: Chosen, cluster: Cluster, *, instead_of: Chosen
     why = "every host has equally many ranks"
     if instead_of is not None and instead_of.searched.best is not None:
         mesh, seconds = shown_mesh(instead_of.searched.best.recipe), format_seconds(instead_of.estimate.latency_seconds)
-        why = f"{mesh} would take {seconds}, which is less than {WORTH_STARTING:g} times as fast; ask for it with --mesh"
+        why = f"{mesh} would take {seconds}, less than {WORTH_STARTING:g} times as fast; ask for it with --mesh"
     elif slower:
         why = "ranks have equal parts, and with these it would take longer, or not fit"
     said = f"{several} ({kinds}) {'are' if left[1:] else 'is'} not used: {why}"

@@ -382,6 +382,20 @@ def test_devices_take_part_where_equal_parts_are_faster(devices, used):
         assert any("the devices are unequal" in reason for reason in found.plan.reasons)
 
 
+def test_stages_that_fit_only_with_fewer_layers_beside_the_head_are_found():
+    """A mesh whose stages of equally many layers have no room was not looked at with others."""
+    model = traced(256, 8)
+    workload = replace(model.workload, mode="training", batch_size=8)
+    asked = Asked(mesh={"pp": 4}, micro_batch=1, schedule="1f1b", recompute="full")
+    task = make_task(replace(model, workload=workload, samples=8), parse_devices("4xA100-40GB"), asked)
+    recipe = search(task).best.recipe
+    needs = [price_recipe(task, replace(recipe, balanced_stages=balanced)).memory for balanced in (False, True)]
+    assert needs[1].used < needs[0].used
+    tight = replace(task, card=replace(task.card, memory_bytes=int(needs[0].used + needs[1].used) // 2))
+    found = search(tight).best
+    assert found is not None and found.recipe.balanced_stages and found.fits
+
+
 @pytest.mark.parametrize("devices", ["2xRTX4090", "1xRTX4090,1xRTX3090", "2xRTX4090,1xRTX3090"])
 def test_one_device_answers_unless_ranks_are_twice_as_fast_unequal_or_not(devices):
     """A slower card beside it changes nothing. The model is recorded once for all sets of devices."""
