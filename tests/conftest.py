@@ -27,7 +27,9 @@ settings.load_profile("autoshard")
 @pytest.fixture(autouse=True)
 def _same_start():
     """Every test starts from the same random numbers and leaves gradients switched on."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed asks every kind of card first, each time
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
     yield
     assert torch.is_grad_enabled(), "a test left gradients switched off"
 

@@ -294,7 +294,8 @@ def _has_tensors(leaf: Any) -> bool:
 
 def _generators() -> tuple[Any, Any]:
     """The states of the random generators that torch knows nothing of, comparable."""
-    return random.getstate(), tuple(map(str, numpy.random.get_state()))
+    kind, numbers, *more = numpy.random.get_state()
+    return random.getstate(), (kind, numbers.tobytes(), *more)
 
 
 def _autocast() -> bool:
