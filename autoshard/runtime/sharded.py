@@ -110,7 +110,7 @@ def shard(
     used = Used(model, replaced[len(scalars) :], ranks, order, means)
     used.handles += [*means.watch(), model.register_forward_hook(means)]
     used.handles.append(model.register_forward_hook(order))
-    used.handles.append(model.register_forward_pre_hook(means.check_finished, prepend=True))
+    used.handles += [model.register_forward_pre_hook(means.check_finished, prepend=True), used]
     _followed.append(weakref.ref(used, _followed.remove))
     _watch_steps()
     return used
@@ -347,7 +347,7 @@ class Used:
         self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
         self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
         self.seen: set[int] = set()
-        self.handles = []
+        self.handles: list[Any] = []
         self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
@@ -357,6 +357,10 @@ class Used:
         """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
         self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
         self.accumulates = True
+
+    def remove(self) -> None:
+        """The last of its handles: follow no optimizer any more, also before this is collected."""
+        _followed[:] = [one for one in _followed if one() is not self]
 
     def drop_unused(self, stepped: set[int]) -> None:
         """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
