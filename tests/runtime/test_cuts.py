@@ -16,7 +16,7 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.slices import join
-from tests.conformance.rank_checks import ADD, GATHER
+from tests.conformance.rank_checks import counted
 from tests.conformance.tp_plans import slow_devices
 from tests.models import by_name
 from tests.ranks import run_jobs, run_ranks
@@ -46,29 +46,13 @@ def generating():
         assert torch.equal(found, wanted), way
 
 
-class Counter:
-    """Counts the collectives of torch.distributed in this process, but for those that compare inputs (float64)."""
-
-    def __init__(self):
-        self.count = 0
-        for name in ("all_reduce", GATHER, ADD):
-            setattr(dist, name, self._counted(getattr(dist, name)))
-
-    def _counted(self, call):
-        def counted(*args, **kwargs):
-            self.count += args[0].dtype != torch.float64
-            return call(*args, **kwargs)
-
-        return counted
-
-
 def equal(names, uneven=()):
     """Results of the original, with as many collectives as expected."""
-    counter = Counter()
-    for name in names:
-        check_case(name, ProcessRanks.of(), lambda: counter.count)
-    for name in uneven:
-        check_case(name, ProcessRanks.of(), lambda: counter.count, uneven_shares)
+    with counted() as counts:
+        for name in names:
+            check_case(name, ProcessRanks.of(), lambda: sum(counts.values()))
+        for name in uneven:
+            check_case(name, ProcessRanks.of(), lambda: sum(counts.values()), uneven_shares)
 
 
 def compiled():
