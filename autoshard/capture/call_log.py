@@ -294,8 +294,8 @@ def _has_tensors(leaf: Any) -> bool:
 
 def _generators() -> tuple[Any, Any]:
     """The states of the random generators that torch knows nothing of, comparable."""
-    kind, numbers, *more = numpy.random.get_state()
-    return random.getstate(), (kind, numbers.tobytes(), *more)
+    state: Any = numpy.random.get_state()
+    return random.getstate(), (state[0], state[1].tobytes(), *state[2:])
 
 
 def _autocast() -> bool:
