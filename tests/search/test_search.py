@@ -396,7 +396,9 @@ def test_stages_that_fit_only_with_fewer_layers_beside_the_head_are_found():
     assert found is not None and found.recipe.balanced_stages and found.fits
 
 
-@pytest.mark.parametrize("devices", ["2xRTX4090", "1xRTX4090,1xRTX3090", "2xRTX4090,1xRTX3090"])
+@pytest.mark.parametrize(
+    "devices", ["2xRTX4090", "2xRTX4090,1xRTX3090", pytest.param("1xRTX4090,1xRTX3090", marks=pytest.mark.slow)]
+)
 def test_one_device_answers_unless_ranks_are_twice_as_fast_unequal_or_not(devices):
     """A slower card beside it changes nothing. The model is recorded once for all sets of devices."""
     ids = torch.zeros(1, 64, dtype=torch.long)
