@@ -51,14 +51,17 @@ def loops(plan):
     return found
 
 
+QUICK = ("fsdp=2", "tp=2")
+
+
 @functools.cache
-def results_of(mesh):
-    """Of all that processes do with a mesh, in one launch."""
+def results_of(*meshes):
+    """Of all that processes do with these meshes, in one launch: they find out once how tensors are laid out."""
     inputs = {"ids": samples(), "labels": samples()}
-    jobs = {"loops": (loops, completed(plan_for(mesh, 2, precision="full"), decoder(), inputs))}
-    if mesh == "tp=2":
+    jobs = {mesh: (loops, completed(plan_for(mesh, 2, precision="full"), decoder(), inputs)) for mesh in meshes}
+    if "tp=2" in meshes:
         plan = autoshard.plan(
-            net(), devices_of(2), inputs=(INPUT,), launch="processes", mesh=mesh, precision="full",
+            net(), devices_of(2), inputs=(INPUT,), launch="processes", mesh="tp=2", precision="full",
             workload=Workload(mode="training", batch_size=8),
         )  # fmt: skip
         plan = completed(plan.to_json(), net(), (INPUT,))
@@ -68,10 +71,10 @@ def results_of(mesh):
 
 
 @sharded_replicas
-@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), "fsdp=2", "tp=2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp=2", marks=pytest.mark.slow), *QUICK])
 def test_states_and_optimizers_and_layers_by_themselves(mesh):
-    for results in results_of(mesh):
-        found = results["loops"]
+    for results in results_of(*(QUICK if mesh in QUICK else [mesh])):
+        found = results[mesh]
         assert found["state"] and found["gradients"] < 1e-5
         assert "made between a forward and its backward" in found["between"]
 
@@ -97,6 +100,6 @@ INPUT = torch.ones(8, 6, 4)
 @sharded_replicas
 def test_a_layer_with_a_part_of_the_tokens_is_not_called_by_itself():
     """Without gradients it has all of them."""
-    for results in results_of("tp=2"):
+    for results in results_of(*QUICK):
         whole, error, fine = results["alone"]
         assert whole == (8, 6, 16) and "0.2 was called by itself" in error and not fine
