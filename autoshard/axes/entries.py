@@ -180,20 +180,20 @@ class Entries:
             return None
         if self.walk.is_overwritten(mask) or not self.walk.is_of_samples(mask):
             return None
-        key = self._key(mask)
+        key = self.key(mask)
         if key not in self._chosen:
             self._chosen[key] = self._select(op, count, self.walk.axes(mask), mask=mask)
         known = self._chosen[key]
         return known if known.factor.size == count else None
 
-    def _key(self, mask: int, depth: int = 3) -> Any:
+    def key(self, mask: int, depth: int = 3) -> Any:
         """What computes a mask, the same for `~mask` wherever it is written."""
         op = maker_of(self.walk.graph, mask)
         if op is None or op.node is None or not depth or self.walk.is_overwritten(mask) or len(op.outputs) > 1:
             return mask
         if not is_pointwise(op.target) or traits_of(op.target).random:
             return mask
-        return op.target, tuple(self._key(value, depth - 1) for value in op.inputs), repr(plain(op))
+        return op.target, tuple(self.key(value, depth - 1) for value in op.inputs), repr(plain(op))
 
     def _note(self, op: Op, name: str) -> None:
         """What is handed on: places of one dimension, as another type, or in groups of tokens; how many keys."""
@@ -313,7 +313,7 @@ class Entries:
         if self.walk.graph.values[values[0]].dtype is torch.bool:
             if len(values) > 1:
                 return None
-            known = self._chosen.get(self._key(values[0]))
+            known = self._chosen.get(self.key(values[0]))
             if name in _PICK:
                 known = self._choice(op, values[0], op.outputs[0], which[0])
             return None if known is None else {which[0] + d: _along(known, d) for d in range(len(known.axes))}

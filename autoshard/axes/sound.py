@@ -5,6 +5,7 @@ hits            loops over what any element of a mask chooses, experts say
 same_places     places that hold the same for every sample, as those of class tokens
 batch_merges    sums and means over samples, which are put together of those of parts
 questions       questions about each element, which are only asked to raise an error
+scattered       features in the places of their tokens, where every part asks whether it has as many of both
 switches        both branches of a question whether any row is masked give a row without padding the same
 bags            sums, means or largest of lines of a table, of which a bag of words belongs to one sample
 
@@ -27,6 +28,7 @@ from autoshard.axes.entries import Entries
 from autoshard.axes.hits import Hits
 from autoshard.axes.rules import broadcast
 from autoshard.axes.same_places import SamePlaces
+from autoshard.axes.scattered import Scattered
 from autoshard.capture.graph import ModelGraph, Op, name_of
 
 
@@ -38,12 +40,15 @@ class Sound:
         self.entries = Entries(walk)
         self.hits = Hits(walk)
         self.places = SamePlaces(walk)
+        self.scattered = Scattered(walk, self.entries)
 
     def results(self, op: Op) -> list[State] | None:
         """The states of the results of an op by an entry, with their axes; None if none of them is about it."""
         made = self.places.results(op)
         if made is None:
             made = self.hits.results(op)
+        if made is None:
+            made = self.scattered.results(op)
         if made is not None:
             return made
         return self.entries.results(op) or bags(self.walk, op)

@@ -4,6 +4,7 @@
     assert mask.all()                                      passes where all elements are true
     torch._check_tensor_all_with(…, lengths <= limit)      the same, asked by torch
     assert lengths.max().item() <= limit                   passes where the number that is read is at most another one
+    check(count == 4, f"{count} of 4")                     the number of a text that is handed on with such a question
 
 Where the answer is read, the frame tells which statement is running. Only a test of one question, whose branch is one
 `raise` and nothing else, is a guard; whoever cannot be read is none.
@@ -32,11 +33,17 @@ class Guard:
         passes: the answer with which nothing is raised; of a number, whether small ones pass, not large ones.
         place: the lines of the user's code that were running, the innermost first.
         limit: what a number is compared with, None where an answer is read.
+        is_text: a number is read for a text alone, which is handed to the call that asks.
     """
 
     passes: bool
     place: tuple[tuple[str, int], ...]
     limit: float | None = None
+    is_text: bool = False
+
+    def is_of(self, question: "Guard") -> bool:
+        """Whether a text is handed to the call that asks this question."""
+        return not question.is_text and question.place[-len(self.place) :] == self.place
 
     @property
     def passing(self) -> bool | float:
@@ -45,7 +52,9 @@ class Guard:
 
     @property
     def failing(self) -> bool | float:
-        """What is read where the error is raised."""
+        """What is read where the error is raised; of a text, any other number."""
+        if self.is_text:
+            return 10**9
         if self.limit is None:
             return not self.passes
         return inf if self.passes else -inf
@@ -67,6 +76,9 @@ def asking(result: object) -> Guard | None:
             if type(result) is bool:  # torch's own checks, of distributions for example, are guards as well
                 passes = _guards(frame.f_code).get(_running(frame))
             elif not is_of_torch(file):
+                line = _texts(frame.f_code).get(_running(frame))
+                if line is not None:
+                    return Guard(passes=True, place=((file, line), *_lines(frame.f_back)), is_text=True)
                 passes, limit = _compared(frame)
             if passes is not None or not is_of_torch(file):
                 break
@@ -134,15 +146,9 @@ def _hands_on(node: ast.expr) -> bool:
 @lru_cache(maxsize=256)
 def _tests(code: CodeType) -> list[tuple[Any, ...]]:
     """Of each statement that may be a guard: itself, its tests from the outermost in, and what raises nothing."""
-    lines = linecache.getlines(code.co_filename)
-    try:
-        tree = ast.parse("".join(lines)) if lines else ast.parse("")
-    except SyntaxError:
-        return []
     found: list[tuple[Any, ...]] = []
-    last = max((line for _, line, _, _ in code.co_positions() if line is not None), default=0)
-    for node in ast.walk(tree):
-        if not isinstance(node, (ast.If, ast.Assert)) or not code.co_firstlineno <= node.lineno <= last:
+    for node in _statements(code):
+        if not isinstance(node, (ast.If, ast.Assert)):
             continue
         if isinstance(node, ast.If) and (len(node.body) != 1 or node.orelse or not isinstance(node.body[0], ast.Raise)):
             continue
@@ -155,6 +161,32 @@ def _tests(code: CodeType) -> list[tuple[Any, ...]]:
             continue
         found.append((*asked, passes))
     return found
+
+
+@lru_cache(maxsize=256)
+def _texts(code: CodeType) -> dict[Position, int]:
+    """By the positions of texts that are handed to a call whose result nobody takes, the line of the call."""
+    calls = [node for node in _statements(code) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    return {
+        _position(part): call.lineno
+        for call in calls
+        for text in (*call.value.args, *(item.value for item in call.value.keywords))  # type: ignore[attr-defined]
+        if isinstance(text, ast.JoinedStr)
+        for part in (text, *text.values)
+    }
+
+
+@lru_cache(maxsize=256)
+def _statements(code: CodeType) -> list[ast.stmt]:
+    lines = linecache.getlines(code.co_filename)
+    try:
+        tree = ast.parse("".join(lines)) if lines else ast.parse("")
+    except SyntaxError:
+        return []
+    last = max((line for _, line, _, _ in code.co_positions() if line is not None), default=0)
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.stmt) and code.co_firstlineno <= node.lineno <= last
+    ]
 
 
 def _several(test: ast.AST) -> bool:

@@ -37,6 +37,7 @@ from autoshard.check.records import (
     first_difference,
     first_for_few,
     first_uneven,
+    is_same,
     left_by_parts,
     record_samples,
 )
@@ -86,7 +87,7 @@ class SampleRun:
 
     Attributes:
         absent: numbers that stand nowhere in an input, but where `padded` says so.
-        limits: of both runs, the guards that compare a number with a limit.
+        limits: of both runs, guards that compare a number with a limit; `asked_by_all`: the guards of the larger one.
         switches: values of which Python asked whether all elements are true, or false: (the answer, which of the two).
     """
 
@@ -101,10 +102,8 @@ class SampleRun:
         if uneven is not None:
             what = f"mixes its rows: it looks how many there are, as {rows} show beside {ROWS}"
             raise self.refuse(self.graph.ops[uneven], what)
-        self.limits = [
-            [one.guard for one in log.value_guards if one.guard is not None and one.guard.limit is not None]
-            for log in (self.call_log, other_log)
-        ]
+        asked = [[one.guard for one in log.value_guards if one.guard is not None] for log in (self.call_log, other_log)]
+        self.limits, self.asked_by_all = [[one for one in run if one.limit is not None] for run in asked], {*asked[1]}
         self._check_slices(other_log)
         self._check_log(other_log, rows)
         factor = Factor(ROWS, rigid=True)
@@ -126,20 +125,26 @@ class SampleRun:
             one, call_log = self._recorded(1)
         except NotRun:  # such a part raises an error
             return
-        if one.level != self.graph.level or call_log.left_out != self.call_log.left_out:
-            return
-        at = first_for_few(one, self.graph, self.other, self.recorded.rows)
+        if not self.guards <= {reading.guard for reading in call_log.value_guards}:
+            raise self.refuse(None, "mixes its rows: it does not ask for one row alone whether to raise an error")
+        alike = one.level == self.graph.level and call_log.left_out == self.call_log.left_out
+        at = first_for_few(one, self.graph, self.other, self.recorded.rows) if alike else None
         if at is not None:
             raise self.refuse(self.graph.ops[at], "mixes its rows: it does something else for one row alone")
 
     def _check_raises(self, guard: Guard) -> None:
         """Refuse an error that somebody catches, to do something else instead."""
+        file, line = guard.place[0] if guard.place else ("torch", 0)
         try:
-            self._recorded(ROWS, failing=guard)
+            graph, _ = self._recorded(ROWS, failing=guard)
         except NotRun:
             return
-        file, line = guard.place[0] if guard.place else ("torch", 0)
-        raise Mixed(f"an error that {file}:{line} raises for values of single rows is caught. {self.question.advice}")
+        what = f"an error that {file}:{line} raises for values of single rows is caught"
+        if guard.is_text:
+            if any(guard.is_of(one) for one in self.guards) and is_same(graph, self.graph):
+                return
+            what = f"the text at {file}:{line} says numbers of several rows, and may decide anything"
+        raise Mixed(f"{what}. {self.question.advice}")
 
     def _check_hits(self) -> None:
         """Refuse loops over chosen experts which do more than the work of those that are chosen."""
@@ -318,17 +323,19 @@ class SampleRun:
         """Whether what is asked of each element only decides whether an error is raised.
 
         It is asked whether all of them are true, or none is, or the largest or the least of them is compared with a
-        limit that other rows have as well.
+        limit that other rows have as well; or if a mask has as many places as there are features (`scattered`). Numbers
+        in the text of such an error tell nobody else.
         """
-        guard, graph = reading.guard, self.graph
+        guard, graph, scattered = reading.guard, self.graph, self.walk.sound.scattered
         if guard is None or len(read_values(reading)) > 1:
             return False
+        sources: list[int] = []
         if guard.limit is not None:
             source = number_of_each(graph, value, largest=guard.passes)
             if source is None or self.limits[0] != self.limits[1]:
                 return False
             sources = [source]
-        else:
+        elif not guard.is_text and not (guard in self.asked_by_all and scattered.note(value, bool(reading.result))):
             asked = asked_of_each(graph, value)
             if asked is None or asked[0] is not bool(reading.result):
                 return False
