@@ -148,8 +148,8 @@ def check_whole(model: nn.Module) -> None:
     runtime = placing.find_runtime(model)
     if is_applied(model) and (runtime is None or runtime.record.division is not None):
         raise PlanError(
-            "a plan is applied to this model that divides its parameters or its batch, so another one can't be made. "
-            "Call autoshard.remove(model) before."
+            "a plan is applied to this model that divides its parameters or its batch, so another one can't be made or "
+            "applied. Call autoshard.remove(model) before."
         )
 
 

@@ -160,11 +160,13 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
     `assume_independent_rows`: divide the batch on the user's word, as where the plan itself was made so.
     """
     from autoshard.runtime import launched
+    from autoshard.runtime.dispatch import check_whole
 
     cut, spread, long = (launched.is_divided_here(plan, degree) for degree in ("tp", "ep", "cp"))
     staged = launched.is_staged_here(plan)
     if cut or staged or spread or long:
         launched.check_launched(plan)
+        check_whole(model)
     if spread or long:
         from autoshard.check.cuts import find_context
         from autoshard.check.experts import find_experts

@@ -151,7 +151,7 @@ def parse_mesh(mesh: Any) -> dict[str, int]:
     return found
 
 
-def check_given(given: Asked, limits: Limits, devices: int) -> None:
+def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -> None:
     """Raise `PlanError` where what was fixed does not go with the devices or the model, with what does."""
     mesh = given.mesh
     if mesh:
@@ -163,6 +163,12 @@ def check_given(given: Asked, limits: Limits, devices: int) -> None:
                 f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
                 f"must multiply to {devices}.{near}"
             )
+    gathered = [name for name in ("fsdp", "cp") if mesh.get(name, 1) > 1]
+    if gathered and not training:
+        raise PlanError(
+            f"{_shown(mesh)}: inference is planned with dp, tp, pp and ep, and {' and '.join(gathered)} only for "
+            "training steps. Replicas are dp; what is too large for one device is divided by tp or pp."
+        )
     _check_tensor(mesh.get("tp", 1), limits)
     if mesh.get("pp", 1) > max(limits.layers, 1):
         raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
@@ -180,7 +186,10 @@ def check_given(given: Asked, limits: Limits, devices: int) -> None:
     if mesh.get("cp", 1) > 1 and not limits.attention:
         raise PlanError("cp divides sequences of models that use scaled_dot_product_attention, and this one does not.")
     if mesh.get("cp", 1) > 1 and limits.tokens % mesh["cp"]:
-        raise PlanError(f"cp={mesh['cp']} does not divide sequences of {limits.tokens} tokens.")
+        raise PlanError(
+            f"cp={mesh['cp']} does not divide sequences of {limits.tokens} tokens. Give a --seq that is a multiple of "
+            f"{mesh['cp']}, or another cp."
+        )
     if mesh.get("ep", 1) > 1:
         if not limits.experts:
             raise PlanError(

@@ -81,7 +81,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     # generate() runs in no stages, so a model that is larger than a host shares its matrices over hosts
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
     limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided)
-    check_given(given, limits, topology.devices)
+    check_given(given, limits, topology.devices, training=training)
     return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
         stack="compiled" if is_compiled(asked, traced.workload) else "eager", training=training,

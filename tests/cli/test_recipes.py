@@ -81,6 +81,12 @@ def test_what_is_for_training_is_not_left_unread(net, options):
     assert done.exit_code == 2 and f"{options[0]} is read with --train only" in " ".join(done.output.split())
 
 
+@pytest.mark.parametrize("mesh", ["fsdp=8", "cp=8"])
+def test_meshes_of_training_alone_are_refused_for_answers(net, mesh):
+    done = run("plan", net, "-d", "8xA100-40GB", "--batch", "64", "--mesh", mesh)
+    assert done.exit_code == 1 and "only for training steps" in " ".join(done.output.split())
+
+
 @pytest.fixture
 def plan_file(net, tmp_path):
     out = tmp_path / "plan.json"
