@@ -58,7 +58,9 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Print seconds with three significant digits and a fitting unit: 1.20 s, 35.0 ms, 4.10 us."""
+    """Print seconds with three significant digits and a fitting unit: 1.20 s, 35.0 ms, 4.10 us; 0 s for none."""
+    if seconds == 0:
+        return "0 s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if seconds >= scale or unit == "us":
             break

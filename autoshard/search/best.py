@@ -107,6 +107,10 @@ def search(task: SearchTask) -> Searched:
         changed = (_balancing(task, one) if one.recipe.pp > 1 else _keeping(task, one) for one in near)
         ranking = sorted((*changed, *ranking[len(near) :]), key=lambda one: one.seconds)
     able = [one for one in ranking if is_run(task, one.recipe)] or ranking
+    if task.given.named:
+        able = [one for one in able if one.recipe.devices > 1] or able
+    if task.given.strategy == "fsdp":
+        able = [one for one in able if one.recipe.fsdp > 1] or able  # whole replicas are ddp
     good = [one for one in able if one.value(task.goal) <= able[0].value(task.goal) * AS_GOOD]
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
 

@@ -80,7 +80,9 @@ def answer_recipes(mesh: Mesh, limits: Limits, given: Asked, precision: Precisio
     """Recipes of a mesh for answers: with stages, sequences may take turns in groups."""
     own = -(-limits.samples // mesh.dp)
     counts = {1, min(own, mesh.pp)} if mesh.pp > 1 and limits.divisible else {1}
-    for count in sorted(counts if given.num_microbatches is None else {given.num_microbatches}):
+    if given.num_microbatches or given.micro_batch:
+        counts = {given.num_microbatches or -(-own // (given.micro_batch or own))}
+    for count in sorted(counts):
         yield on_mesh(
             mesh, micro_batch=-(-own // count), num_microbatches=count, schedule="gpipe", precision=precision,
             stack=stack,

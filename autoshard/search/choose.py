@@ -60,7 +60,8 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     running = not forced and _is_running(cluster, workload, asked)
     stated = workload.batch_size is not None or inputs is not None
     least = 1 if workload.new_tokens or (workload.training and stated) else 2
-    equal = forced or running or _considered(cluster, least, asked)
+    stages = asked.strategy == "pipeline" and workload.new_tokens > 0  # generate() runs in stages in one process only
+    equal = forced or running or (not stages and _considered(cluster, least, asked))
     if not equal and not (_one_by_one(workload, asked) and _considered(cluster, least, asked, unequal=True)):
         return None
     if workload.training and not stated:
@@ -98,7 +99,8 @@ def _planned(
         if forced or (final and not running):
             raise
         return None  # what is not divided, or fits with the help of others, is placed, or refused by that search
-    single = None if forced or running or training or _several_hosts(cluster) else alone(task, found)
+    several = forced or running or training or asked.named or _several_hosts(cluster)
+    single = None if several else alone(task, found)
     if single is not None:
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
@@ -236,10 +238,12 @@ def _considered(cluster: Cluster, least: int, asked: Asked, *, unequal: bool = F
     """Whether a process per device is looked at by itself: equal known cards that are not here, of an open strategy.
 
     `least`: so many cards. One is looked at too where it computes a batch in parts, or many tokens one by one.
-    `unequal`: cards may differ, hosts have unequally many, and a CPU or disk may be there for what has no room.
+    `unequal`: cards may differ, hosts have unequally many, and a CPU or disk may be there for what has no room. Stages
+    and cuts of one process fit unequal cards better than those of ranks, which have equal parts.
     """
     one_process = asked.launch == "one-process" or asked.one_process_alone
-    if one_process or asked.strategy not in ("auto", "data-parallel", "hybrid"):
+    of_equal = () if unequal else ("column-parallel", "pipeline")
+    if one_process or asked.strategy not in ("auto", "data-parallel", "hybrid", *of_equal):
         return False
     cards = computing_devices(cluster)
     known = all(device.kind not in ("generic", "cpu", "disk") and device.name.startswith("cuda") for device in cards)

@@ -98,6 +98,11 @@ class Asked:
         return any(given) or self.precision != "auto" or self.dtype != "auto"
 
     @property
+    def named(self) -> bool:
+        """Whether a strategy was named: it is taken where one device would be faster, too."""
+        return self.strategy != "auto"
+
+    @property
     def in_parts(self) -> bool:
         """Whether the user says in what parts the batch of a step is computed, though it may not be divisible."""
         return self.micro_batch is not None or self.num_microbatches is not None
@@ -157,8 +162,9 @@ def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -
     if mesh:
         size = prod(degree for name, degree in mesh.items() if name != "ep")
         if size != devices:
-            fsdp, left = divmod(devices, size // mesh.get("fsdp", 1))
-            near = f" fsdp={fsdp} would." if not left else ""
+            replicas = "fsdp" if training else "dp"
+            degree, left = divmod(devices, size // mesh.get(replicas, 1))
+            near = f" {replicas}={degree} would." if not left else ""
             raise PlanError(
                 f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
                 f"must multiply to {devices}.{near}"

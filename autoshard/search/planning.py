@@ -49,6 +49,8 @@ def plan_measured(
 
 
 def _made(request: Request, strategy: str) -> Plan:
+    if strategy == "auto" and (request.num_microbatches or request.schedule):
+        strategy = "pipeline"  # of the plans of one process, which alone has either
     if strategy == "auto":
         return _auto(request)
     makers: dict[str, Callable[[Request], Plan]] = {

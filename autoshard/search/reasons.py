@@ -88,10 +88,12 @@ def _counted(count: int, one: str, more: str = "") -> str:
 
 def _where_time_goes(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
     if task.training:
-        waits = [f"{format_seconds(best.exposed_seconds)} wait for communication"]
+        waits = []
+        if best.exposed_seconds:
+            waits.append(f"{format_seconds(best.exposed_seconds)} wait for communication")
         if best.bubble:
             waits.append(f"{best.bubble:.0%} of the time a stage has nothing to do")
-        if best.recipe.devices > 1:
+        if waits:
             yield f"of a step of {format_seconds(best.seconds)}, {', and '.join(waits)}"
     elif task.new_tokens:
         parts = sorted(best.token_parts.items(), key=lambda item: -item[1])

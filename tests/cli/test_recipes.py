@@ -42,12 +42,24 @@ def test_a_recipe_is_given_and_the_rest_chosen(net, tmp_path):
     assert shown["estimate"]["tokens_per_second"] > 0
 
 
-def test_words_that_people_type_are_strategies(net):
-    for word, degree in (("zero3", "fsdp"), ("fsdp", "fsdp"), ("ddp", "dp")):
-        done = run("plan", net, "-d", "2xA100-40GB", "--train", "--batch", "64", "-s", word, "--json")
-        assert done.exit_code == 0, done.output
-        mesh = json.loads(done.output)["plan"]["mesh"]
-        assert mesh[degree] == 2 or max(mesh.values()) == 1
+@pytest.mark.parametrize(
+    ("word", "degree"), [("zero3", "fsdp"), ("fsdp", "fsdp"), ("ddp", "dp"), ("tp", "tp"), ("pp", "pp")]
+)
+def test_a_strategy_that_is_named_is_taken(net, word, degree):
+    """Of a process per device, as the devices are elsewhere, though one of them would be enough for so small a model."""
+    done = run("plan", net, "-d", "2xA100-40GB", "--train", "--batch", "64", "-s", word, "--json")
+    assert done.exit_code == 0, done.output
+    plan = json.loads(done.output)["plan"]
+    assert plan["mesh"][degree] == 2 and plan["launch"] == "processes"
+
+
+@pytest.mark.parametrize("workload", [["--train"], []])
+def test_parts_of_the_batch_are_as_asked(net, workload):
+    done = run(
+        "plan", net, "-d", "4xA100-40GB", "--batch", "64", "--mesh", "pp=4", "--micro-batch", "8", *workload, "--json"
+    )
+    plan = json.loads(done.output)["plan"]
+    assert (plan["micro_batch"], plan["num_microbatches"]) == (8, 8)
 
 
 @pytest.mark.parametrize(

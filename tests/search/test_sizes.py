@@ -65,8 +65,8 @@ def test_a_divided_plan_with_another_batch_is_the_one_that_is_made_for_it():
     def made(size):
         inputs, workload = torch.zeros(size, 16, dtype=torch.long), Workload(batch_size=size, sequence_length=16)
         profile = autoshard.profile(Net(), inputs, workload=workload)
-        plan = autoshard.plan(Net(), "2xA100-40GB", inputs=inputs, workload=workload, strategy="data-parallel")
-        return plan, profile, workload
+        asked = {"strategy": "data-parallel", "launch": "one-process"}
+        return autoshard.plan(Net(), "2xA100-40GB", inputs=inputs, workload=workload, **asked), profile, workload
 
     plan, _, _ = made(64)
     other, profile, workload = made(4096)
