@@ -39,7 +39,11 @@ def meshes(devices: int, per_host: int, limits: Limits, given: Asked, *, trainin
                 shardings = _shardings(rest, per_host // min(per_host, tp * cp))
                 for fsdp in _chosen("fsdp", shardings, given) if training else (1,):
                     dp, left = divmod(rest, fsdp)
-                    if left or given.mesh.get("dp", 1 if given.mesh else dp) != dp or (dp > 1 and "dp" not in given.axes):
+                    if (
+                        left
+                        or given.mesh.get("dp", 1 if given.mesh else dp) != dp
+                        or (dp > 1 and "dp" not in given.axes)
+                    ):
                         continue
                     for ep in _chosen("ep", _experts(limits, devices // pp), given):
                         mesh = Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)

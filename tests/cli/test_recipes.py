@@ -46,7 +46,7 @@ def test_a_recipe_is_given_and_the_rest_chosen(net, tmp_path):
     ("word", "degree"), [("zero3", "fsdp"), ("fsdp", "fsdp"), ("ddp", "dp"), ("tp", "tp"), ("pp", "pp")]
 )
 def test_a_strategy_that_is_named_is_taken(net, word, degree):
-    """Of a process per device, as the devices are elsewhere, though one of them would be enough for so small a model."""
+    """Of a process per device, as the devices are elsewhere, though one of them would be enough."""
     done = run("plan", net, "-d", "2xA100-40GB", "--train", "--batch", "64", "-s", word, "--json")
     assert done.exit_code == 0, done.output
     plan = json.loads(done.output)["plan"]
