@@ -162,9 +162,9 @@ def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -
     if mesh:
         size = prod(degree for name, degree in mesh.items() if name != "ep")
         if size != devices:
-            replicas = "fsdp" if training else "dp"
-            degree, left = divmod(devices, size // mesh.get(replicas, 1))
-            near = f" {replicas}={degree} would." if not left else ""
+            axis = "fsdp" if training else "dp"
+            degree, left = divmod(devices, size // mesh.get(axis, 1))
+            near = f" {axis}={degree} would." if not left else ""
             raise PlanError(
                 f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
                 f"must multiply to {devices}.{near}"
