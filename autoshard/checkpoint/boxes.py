@@ -12,8 +12,8 @@ import torch
 
 from autoshard.plan.sharding import coordinates_of
 from autoshard.runtime.cut_state import CutRecord
+from autoshard.runtime.dtensors import is_sharded, own_part, rows_of
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.sharded import is_sharded, own_part, rows_of
 from autoshard.runtime.slices import CutTensor, runs_of, runs_within
 
 

@@ -18,9 +18,9 @@ from autoshard.common.packed import is_packed
 from autoshard.errors import CheckpointError
 from autoshard.runtime.cut_state import whole_shape
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.dtensors import is_sharded
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.sharded import is_sharded
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ from autoshard.runtime.cut_state import CutRecord, whole_shape, whole_tensor
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.devices import CPU, fresh_copy
+from autoshard.runtime.dtensors import is_sharded, whole_of
 from autoshard.runtime.moves import tied_groups
 from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
-from autoshard.runtime.sharded import is_sharded, whole_of
 from autoshard.runtime.staged import whole_value
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from autoshard.errors import ApplyError
 from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.dtensors import own_part
 from autoshard.runtime.moves import named_tensors, set_data
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.sharded import own_part
 from autoshard.runtime.staged import whole_value
 
 

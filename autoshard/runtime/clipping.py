@@ -21,10 +21,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard.errors import ApplyError, RankError
 from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks, layout
+from autoshard.runtime.dtensors import alike_on, own_part, whole_of
 from autoshard.runtime.elementwise import check_elementwise
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.pipeline_record import PipelineRecord
-from autoshard.runtime.sharded import alike_on, own_part, whole_of
 from autoshard.runtime.slices import CutTensor
 
 Cuts = dict[str, CutTensor]

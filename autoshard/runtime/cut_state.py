@@ -11,10 +11,10 @@ from autoshard.errors import RankError
 from autoshard.plan.sharding import Cut
 from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import Ranks, layout
+from autoshard.runtime.dtensors import is_sharded, whole_of
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.scales import Old
-from autoshard.runtime.sharded import is_sharded, whole_of
 from autoshard.runtime.slices import CutTensor, merge, part_of
 
 

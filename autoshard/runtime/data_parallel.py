@@ -31,6 +31,7 @@ from autoshard.runtime.around import take_off
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
+from autoshard.runtime.dtensors import alike_on, is_sharded
 from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
@@ -38,17 +39,14 @@ from autoshard.runtime.moves import check_filled, move_tensors, named_tensors
 from autoshard.runtime.sharded import (
     Replaced,
     Sharing,
-    Used,
-    alike_on,
     check_shardable,
     forget_whole,
-    is_sharded,
-    no_sync,
     shard,
     shards,
     unshard,
     unshard_failed,
 )
+from autoshard.runtime.used import Used, no_sync
 
 
 @dataclass(slots=True, kw_only=True)
@@ -163,7 +161,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     known = frozenset(name for name, _ in model.named_parameters())
     with together(record.ranks):
         used = shard(model, record.plan, sharing, record.device, record.replaced)
-        record.handles += used.handles
+        record.handles.append(used)
         recompute_layers(model, record.plan)
         record.handles += let_gather(model, mesh.cp > 1)
         if loader is not None:

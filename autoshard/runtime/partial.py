@@ -16,9 +16,10 @@ from autoshard.common.module_paths import join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan.sharding import Cut
 from autoshard.runtime.collectives import Ranks, layout, reduce
+from autoshard.runtime.dtensors import is_sharded
 from autoshard.runtime.moves import named_tensors
-from autoshard.runtime.sharded import by_block, is_sharded
 from autoshard.runtime.slices import CutTensor
+from autoshard.runtime.used import by_block
 
 
 def find_partial(

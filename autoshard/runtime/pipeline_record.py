@@ -18,7 +18,8 @@ from autoshard.errors import ApplyError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.groups import Made
-from autoshard.runtime.sharded import Replaced, Used
+from autoshard.runtime.sharded import Replaced
+from autoshard.runtime.used import Used
 
 
 @dataclass(slots=True, kw_only=True)

@@ -8,31 +8,26 @@ so at its first step. The old objects wait, without memory, and are the model's 
 
 All ranks must run the same blocks in the same order: each gathers what the others give at that moment, whatever it is
 of. At the end of each forward they compare which blocks they gathered.
-
-A parameter that one rank used and another did not (experts) must be scattered by both, so all are, as zeros where there
-is nothing. Before an optimizer steps, ranks agree on which nobody used: these have no gradient, as on one device.
 """
 
-import contextlib
-import functools
-import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autoshard import torch_private
 from autoshard.common.module_paths import is_below
 from autoshard.common.packed import own_attributes
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
-from autoshard.runtime.collectives import ProcessRanks, lost
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.dtensors import is_sharded, whole_of
 from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter
 from autoshard.runtime.moves import set_data
-from autoshard.runtime.scalars import Scalars, choose_kernels
+from autoshard.runtime.scalars import Scalars
+from autoshard.runtime.used import REPLACED, Used
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +56,7 @@ class Sharing:
 def shard(
     model: nn.Module, plan: Plan, sharing: Sharing, device: torch.device, replaced: list[Replaced],
     absent: frozenset[nn.Parameter] = frozenset(),
-) -> "Used":  # fmt: skip
+) -> Used:  # fmt: skip
     """Let every rank keep its part of each parameter; returns what follows their use, and fills `replaced`.
 
     Ranks of different replicas have the same parts (`Mesh.dp`). Parameters get the dtype of the plan's precision.
@@ -107,12 +102,12 @@ def shard(
         _give_memory(one, device)
     groups = [group for group in (sharing.shared, sharing.replicas) if group is not None]
     means = Scalars([one.parameter for one in scalars], [MeanOfReplicas(ranks, group) for group in groups])
-    used = Used(model, replaced[len(scalars) :], ranks, order, means)
-    used.handles += [*means.watch(), model.register_forward_hook(means)]
-    used.handles.append(model.register_forward_hook(order))
-    used.handles += [model.register_forward_pre_hook(means.check_finished, prepend=True), used]
-    _followed.append(weakref.ref(used, _followed.remove))
-    _watch_steps()
+    used = Used(model, [one.places[0] for one in replaced[len(scalars) :]], ranks, order, means)
+    used.handles += [
+        *means.watch(), model.register_forward_hook(means), model.register_forward_hook(order),
+        model.register_forward_pre_hook(means.check_finished, prepend=True),
+    ]  # fmt: skip
+    used.follow_steps()
     return used
 
 
@@ -179,7 +174,7 @@ def forget_whole(replaced: Sequence[Replaced]) -> None:
     for one in replaced:
         if one.parameter.dim():
             one.parameter.data = torch.empty(0, dtype=one.parameter.dtype, device=one.parameter.device)
-            vars(one.parameter)[_MARK] = True
+            vars(one.parameter)[REPLACED] = True
 
 
 def unshard_failed(model: nn.Module, replaced: Sequence[Replaced]) -> None:
@@ -258,57 +253,7 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
         one.parameter.requires_grad_(present.requires_grad)
         for module, name in one.places:
             module._parameters[name] = one.parameter
-        vars(one.parameter).pop(_MARK, None)
-
-
-@contextlib.contextmanager
-def no_sync(model: Any, used: "Used") -> Iterator[None]:
-    """Inside, backward keeps whole gradients in this process; they are in the mean of the next one outside."""
-    if not used.accumulates:
-        used.accumulate()
-    model.set_requires_gradient_sync(False)
-    try:
-        yield
-    finally:
-        model.set_requires_gradient_sync(True)
-
-
-def rows_of(sharded: Any) -> tuple[int, int]:
-    """The first row of a sharded parameter that this rank has, and the first that it has not."""
-    box = sharded.__create_chunk_list__()[0]
-    begin = int(box.offsets[0])
-    return begin, begin + int(sharded.to_local().shape[0])
-
-
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with all of its rows; all ranks call it. Any that is not sharded is returned as it is."""
-    if not is_sharded(tensor):
-        return tensor
-    sharded: Any = tensor
-    try:
-        return sharded.full_tensor()
-    except RuntimeError as error:
-        raise lost(ProcessRanks.of(sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1)), error) from error
-
-
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that may be sharded, as a view."""
-    part: Any = tensor
-    return part.to_local() if is_sharded(tensor) else tensor
-
-
-def alike_on(sharded: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that all ranks have whole, so that it can meet one that may be sharded."""
-    if not is_sharded(sharded):
-        return tensor
-    from torch.distributed.tensor import DTensor, Replicate
-
-    return DTensor.from_local(tensor, sharded.device_mesh, [Replicate()], run_check=False)
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one of which each rank has a part (a DTensor)."""
-    return hasattr(tensor, "full_tensor") and hasattr(tensor, "placements")
+        vars(one.parameter).pop(REPLACED, None)
 
 
 def _parameters(module: nn.Module, done: set[int]) -> list[Replaced]:
@@ -320,129 +265,3 @@ def _parameters(module: nn.Module, done: set[int]) -> list[Replaced]:
             one = found.setdefault(id(parameter), Replaced(parameter, [], parameter.device, parameter.dtype))
             one.places.append((inner, name))
     return list(found.values())
-
-
-_MARK = "autoshard_replaced"
-"""Attribute of a parameter that is not the model's for now."""
-
-
-class Used:
-    """Which sharded parameters of a model got a gradient on this rank since they had none.
-
-    Attributes:
-        order: the order in which blocks are gathered. scalars: parameters that are not sharded.
-        notes: hooks of the blocks, that of the model last.
-        accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
-    """
-
-    def __init__(
-        self, model: nn.Module, replaced: Sequence[Replaced], ranks: ProcessRanks, order: Order, scalars: Scalars
-    ) -> None:
-        self.ranks, self.order, self.scalars, self.accumulates = ranks, order, scalars, False
-        self.places = [one.places[0] for one in replaced]
-        self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
-        every = {
-            id(one): number for number, one in enumerate(model.parameters())
-        }  # ranks may have experts of their own
-        self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
-        self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
-        self.seen: set[int] = set()
-        self.handles: list[Any] = []
-        self.notes: list[_Note] = []
-        for block, inside in by_block(model, [module for module, _ in self.places]):
-            self.notes.append(_Note(self, inside))
-            self.handles.append(block.register_forward_pre_hook(self.notes[-1]))
-
-    def accumulate(self) -> None:
-        """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
-        self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
-        self.accumulates = True
-
-    def remove(self) -> None:
-        """The last of its handles: follow no optimizer any more, also before this is collected."""
-        _followed[:] = [one for one in _followed if one() is not self]
-
-    def drop_unused(self, stepped: set[int]) -> None:
-        """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
-        own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
-        if any(torch_private.gradient_hooks(self.parameters[index]) for index in own):
-            raise ApplyError(
-                "register_hook was called for a parameter that is sharded, and fully_shard calls no such hook. Use "
-                "register_post_accumulate_grad_hook, or change the gradient before optimizer.step()."
-            )
-        if not own:
-            return
-        self.accumulates = False
-        counts = torch.zeros(self.count)
-        counts[[self.numbers[index] for index in own if index in self.seen]] = 1
-        used = self.ranks.all_reduce(counts.to(self.parameters[own[0]].device)).tolist()
-        for index in own:
-            if not used[self.numbers[index]]:
-                self.parameters[index].grad = None
-        for number, one in self.empty:  # other ranks have it, and a state of their optimizer for it
-            one.grad = torch.zeros_like(one) if used[number] and id(one) in stepped else None
-
-
-def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, list[int]]]:
-    """Yield each block that is gathered as one with the numbers of the owners of parameters in it."""
-    of_module: dict[nn.Module, list[int]] = {}
-    for index, module in enumerate(owners):
-        of_module.setdefault(module, []).append(index)
-    blocks = [module for module in model.modules() if torch_private.is_fully_sharded(module)]
-    for block in reversed(blocks):  # the model itself comes last
-        yield block, [index for module in block.modules() for index in of_module.pop(module, [])]
-
-
-class _Note:
-    """Pre-hook of a block, whose parameters are whole now: look who of them gets a gradient."""
-
-    def __init__(self, used: Used, indices: Sequence[int]) -> None:
-        self.used, self.indices = used, indices
-
-    def __call__(self, module: nn.Module, args: tuple) -> None:
-        # computed again in a backward, in which some of its parameters may have been seen already
-        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None:
-            return
-        seen = self.used.seen
-        for index in self.indices:
-            if self.used.parameters[index].grad is None and not self.used.accumulates:
-                seen.discard(index)
-            inner, name = self.used.places[index]
-            parameter: Any = inner._parameters[name]
-            trained = parameter is not None and parameter.requires_grad and not is_sharded(parameter)
-            if trained and _NOTED not in vars(parameter):
-                vars(parameter)[_NOTED] = True
-                parameter.register_post_accumulate_grad_hook(functools.partial(_see, seen, index))
-
-
-def _see(seen: set[int], index: int, parameter: torch.Tensor) -> None:
-    seen.add(index)
-
-
-_NOTED = "autoshard_noted"
-_followed: "list[weakref.ref[Used]]" = []
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which."""
-    choose_kernels(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for mark, when in (
-        (_MARK, "before autoshard.apply sharded the parameters"), (_NOTED, "between a forward and its backward"),
-    ):  # fmt: skip
-        if any(mark in vars(parameter) for parameter in parameters):
-            raise ApplyError(
-                f"this {type(optimizer).__name__} was made {when}, and would train nothing. Make it after "
-                "autoshard.apply, before the model runs, from model.parameters()."
-            )
-    ids = set(map(id, parameters))
-    for reference in list(_followed):
-        used = reference()
-        if used is not None:
-            used.scalars.check(ids)
-            used.drop_unused(ids)

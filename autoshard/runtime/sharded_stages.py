@@ -41,7 +41,7 @@ def shard_stages(model: nn.Module, record: PipelineRecord, sharing: Sharing) -> 
 
     vars(model)[_METHOD] = run
     register_fsdp_forward_method(model, _METHOD)
-    return [*used.handles, *let_gather(model)]
+    return [used, *let_gather(model)]
 
 
 def withdraw(model: nn.Module, record: PipelineRecord) -> None:

@@ -24,6 +24,7 @@ from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
+from autoshard.runtime.dtensors import whole_of
 from autoshard.runtime.groups import control_group, end_groups, grid_of, group_of, lines, shard_groups
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import (
@@ -37,12 +38,7 @@ from autoshard.runtime.moves import (
     tied_groups,
 )
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of, written_down
-from autoshard.runtime.sharded import (
-    Sharing,
-    check_shardable,
-    forget_whole,
-    whole_of,
-)
+from autoshard.runtime.sharded import Sharing, check_shardable, forget_whole
 from autoshard.runtime.sharded_stages import lower, shard_stages, shards_stages, unshard_stages, withdraw
 
 

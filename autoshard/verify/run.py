@@ -14,8 +14,8 @@ from autoshard.capture.backward import training_loss
 from autoshard.common.packed import named_stored
 from autoshard.nested import map_tensors, tensors_in
 from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.dtensors import whole_of
 from autoshard.runtime.rank_tensor import RankTensor
-from autoshard.runtime.sharded import whole_of
 from autoshard.runtime.slices import merge
 
 

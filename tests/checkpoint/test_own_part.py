@@ -9,7 +9,7 @@ from autoshard.checkpoint.load import load_applied
 from autoshard.errors import CheckpointError, RankError
 from autoshard.integrations.loading import open_weights
 from autoshard.runtime.dispatch import bring_back_to
-from autoshard.runtime.sharded import own_part
+from autoshard.runtime.dtensors import own_part
 from tests.ranks import run_ranks
 from tests.runtime import test_launched as launched
 from tests.runtime import test_launched_stages as stages

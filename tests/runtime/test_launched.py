@@ -24,7 +24,7 @@ from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
-from autoshard.runtime.sharded import whole_of
+from autoshard.runtime.dtensors import whole_of
 from autoshard.search import asked
 from tests.hooks import is_hooked
 from tests.ranks import run_jobs, run_ranks

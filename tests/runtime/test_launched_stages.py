@@ -18,6 +18,7 @@ from autoshard.nested import tensors_in
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime import sharded
+from autoshard.runtime.dtensors import own_part
 from autoshard.search.limits import parse_mesh
 from tests.models import by_name
 from tests.ranks import run_jobs, run_ranks
@@ -162,7 +163,7 @@ def trained(name, plan):
     plan = Plan.from_json(plan) if isinstance(plan, str) else plan
     expected = alone(name)
     model, step = staged(name, plan)
-    kept = sum(sharded.own_part(one).numel() for one in model.parameters() if not one.is_meta)
+    kept = sum(own_part(one).numel() for one in model.parameters() if not one.is_meta)
     losses, norms, gradients = train(model, step, autoshard.clip_grad_norm_)
     autoshard.remove(model)
     values = {name: one.detach() for name, one in model.named_parameters()}

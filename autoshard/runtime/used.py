@@ -1,0 +1,168 @@
+"""Which sharded parameters got a gradient, so that those that nobody used have none, as on one device.
+
+A parameter that one rank used and another did not (experts) must be scattered by both, so all are, as zeros where there
+is nothing. Before an optimizer steps, ranks agree on which nobody used.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autoshard import torch_private
+from autoshard.errors import ApplyError
+from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.dtensors import is_sharded
+from autoshard.runtime.exchanges import Order
+from autoshard.runtime.scalars import Scalars, choose_kernels
+
+Place = tuple[nn.Module, str]
+REPLACED = "autoshard_replaced"
+"""Attribute of a parameter that is not the model's for now."""
+_NOTED = "autoshard_noted"
+
+
+class Used:
+    """Which sharded parameters of a model got a gradient on this rank since they had none.
+
+    Attributes:
+        order: the order in which blocks are gathered. scalars: parameters that are not sharded.
+        places: (module, name) of the parameters. notes: hooks of the blocks, that of the model last.
+        handles: of all hooks that follow the use.
+        accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
+    """
+
+    def __init__(
+        self, model: nn.Module, places: Sequence[Place], ranks: ProcessRanks, order: Order, scalars: Scalars
+    ) -> None:
+        self.ranks, self.order, self.scalars, self.accumulates = ranks, order, scalars, False
+        self.places = places
+        self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
+        every = {
+            id(one): number for number, one in enumerate(model.parameters())
+        }  # ranks may have experts of their own
+        self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
+        self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
+        self.seen: set[int] = set()
+        self.handles: list[Any] = []
+        self.notes: list[_Note] = []
+        for block, inside in by_block(model, [module for module, _ in self.places]):
+            self.notes.append(_Note(self, inside))
+            self.handles.append(block.register_forward_pre_hook(self.notes[-1]))
+
+    def accumulate(self) -> None:
+        """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
+        self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
+        self.accumulates = True
+
+    def follow_steps(self) -> None:
+        """Let ranks agree before each step of an optimizer that has parameters of the model."""
+        _followed.append(weakref.ref(self, _followed.remove))
+        _watch_steps()
+
+    def remove(self) -> None:
+        """Take the hooks off, and follow no optimizer any more, also before this is collected."""
+        for handle in self.handles:
+            handle.remove()
+        _followed[:] = [one for one in _followed if one() is not self]
+
+    def drop_unused(self, stepped: set[int]) -> None:
+        """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
+        own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
+        if any(torch_private.gradient_hooks(self.parameters[index]) for index in own):
+            raise ApplyError(
+                "register_hook was called for a parameter that is sharded, and fully_shard calls no such hook. Use "
+                "register_post_accumulate_grad_hook, or change the gradient before optimizer.step()."
+            )
+        if not own:
+            return
+        self.accumulates = False
+        counts = torch.zeros(self.count)
+        counts[[self.numbers[index] for index in own if index in self.seen]] = 1
+        used = self.ranks.all_reduce(counts.to(self.parameters[own[0]].device)).tolist()
+        for index in own:
+            if not used[self.numbers[index]]:
+                self.parameters[index].grad = None
+        for number, one in self.empty:  # other ranks have it, and a state of their optimizer for it
+            one.grad = torch.zeros_like(one) if used[number] and id(one) in stepped else None
+
+
+def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, list[int]]]:
+    """Yield each block that is gathered as one with the numbers of the owners of parameters in it."""
+    of_module: dict[nn.Module, list[int]] = {}
+    for index, module in enumerate(owners):
+        of_module.setdefault(module, []).append(index)
+    blocks = [module for module in model.modules() if torch_private.is_fully_sharded(module)]
+    for block in reversed(blocks):  # the model itself comes last
+        yield block, [index for module in block.modules() for index in of_module.pop(module, [])]
+
+
+class _Note:
+    """Pre-hook of a block, whose parameters are whole now: look who of them gets a gradient."""
+
+    def __init__(self, used: Used, indices: Sequence[int]) -> None:
+        self.used, self.indices = used, indices
+
+    def __call__(self, module: nn.Module, args: tuple) -> None:
+        # computed again in a backward, in which some of its parameters may have been seen already
+        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None:
+            return
+        seen = self.used.seen
+        for index in self.indices:
+            if self.used.parameters[index].grad is None and not self.used.accumulates:
+                seen.discard(index)
+            inner, name = self.used.places[index]
+            parameter: Any = inner._parameters[name]
+            trained = parameter is not None and parameter.requires_grad and not is_sharded(parameter)
+            if trained and _NOTED not in vars(parameter):
+                vars(parameter)[_NOTED] = True
+                parameter.register_post_accumulate_grad_hook(functools.partial(_see, seen, index))
+
+
+def _see(seen: set[int], index: int, parameter: torch.Tensor) -> None:
+    seen.add(index)
+
+
+_followed: "list[weakref.ref[Used]]" = []
+
+
+@functools.cache
+def _watch_steps() -> None:
+    register_optimizer_step_pre_hook(_before_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer that has parameters which are no longer the model's, and settle who used which."""
+    choose_kernels(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for mark, when in (
+        (REPLACED, "before autoshard.apply sharded the parameters"), (_NOTED, "between a forward and its backward"),
+    ):  # fmt: skip
+        if any(mark in vars(parameter) for parameter in parameters):
+            raise ApplyError(
+                f"this {type(optimizer).__name__} was made {when}, and would train nothing. Make it after "
+                "autoshard.apply, before the model runs, from model.parameters()."
+            )
+    ids = set(map(id, parameters))
+    for reference in list(_followed):
+        used = reference()
+        if used is not None:
+            used.scalars.check(ids)
+            used.drop_unused(ids)
+
+
+@contextlib.contextmanager
+def no_sync(model: Any, used: "Used") -> Iterator[None]:
+    """Inside, backward keeps whole gradients in this process; they are in the mean of the next one outside."""
+    if not used.accumulates:
+        used.accumulate()
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
