@@ -120,12 +120,16 @@ def _counted(graph: ModelGraph, value: int) -> tuple[int, Fraction, bool] | None
     number, source = op.node.args[1], maker_of(graph, op.inputs[0])
     per_place = Fraction(1)
     while source is not None and source.node is not None and graph.values[source.outputs[0]].dtype in _WHOLE:
-        times = source.node.args[1] if name_of(source) in ("mul", "multiply") else 1
-        if len(source.inputs) != 1 or type(times) is not int or times < 1:
+        if len(source.inputs) != 1:
             return None
-        if name_of(source) not in ("mul", "multiply", *COPIES):
+        name = name_of(source)
+        if name in ("mul", "multiply"):
+            times = source.node.args[1]
+            if type(times) is not int or times < 1:
+                return None
+            per_place *= times
+        elif name not in COPIES:
             break
-        per_place *= times
         source = maker_of(graph, source.inputs[0])
     if source is None or name_of(source) not in ("sum", "count_nonzero") or graph.values[source.outputs[0]].shape:
         return None

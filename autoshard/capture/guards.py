@@ -166,11 +166,12 @@ def _tests(code: CodeType) -> list[tuple[Any, ...]]:
 @lru_cache(maxsize=256)
 def _texts(code: CodeType) -> dict[Position, int]:
     """By the positions of texts that are handed to a call whose result nobody takes, the line of the call."""
-    calls = [node for node in _statements(code) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)]
+    statements = (node.value for node in _statements(code) if isinstance(node, ast.Expr))
     return {
         _position(part): call.lineno
-        for call in calls
-        for text in (*call.value.args, *(item.value for item in call.value.keywords))  # type: ignore[attr-defined]
+        for call in statements
+        if isinstance(call, ast.Call)
+        for text in (*call.args, *(item.value for item in call.keywords))
         if isinstance(text, ast.JoinedStr)
         for part in (text, *text.values)
     }

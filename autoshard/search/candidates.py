@@ -39,11 +39,7 @@ def meshes(devices: int, per_host: int, limits: Limits, given: Asked, *, trainin
                 shardings = _shardings(rest, per_host // min(per_host, tp * cp))
                 for fsdp in _chosen("fsdp", shardings, given) if training else (1,):
                     dp, left = divmod(rest, fsdp)
-                    if (
-                        left
-                        or given.mesh.get("dp", 1 if given.mesh else dp) != dp
-                        or (dp > 1 and "dp" not in given.axes)
-                    ):
+                    if left or dp not in _chosen("dp", (dp,), given) or (dp > 1 and "dp" not in given.axes):
                         continue
                     for ep in _chosen("ep", _experts(limits, devices // pp), given):
                         mesh = Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
@@ -84,8 +80,10 @@ def answer_recipes(mesh: Mesh, limits: Limits, given: Asked, precision: Precisio
     """Recipes of a mesh for answers: with stages, sequences may take turns in groups."""
     own = -(-limits.samples // mesh.dp)
     counts = {1, min(own, mesh.pp)} if mesh.pp > 1 and limits.divisible else {1}
-    if given.num_microbatches or given.micro_batch:
-        counts = {given.num_microbatches or -(-own // (given.micro_batch or own))}
+    if given.num_microbatches:
+        counts = {given.num_microbatches}
+    elif given.micro_batch:
+        counts = {-(-own // given.micro_batch)}
     for count in sorted(counts):
         yield on_mesh(
             mesh, micro_batch=-(-own // count), num_microbatches=count, schedule="gpipe", precision=precision,

@@ -99,8 +99,8 @@ def _planned(
         if forced or (final and not running):
             raise
         return None  # what is not divided, or fits with the help of others, is placed, or refused by that search
-    several = forced or running or training or asked.named or _several_hosts(cluster)
-    single = None if several else alone(task, found)
+    one_may_do = not (forced or running or training or asked.named or _several_hosts(cluster))
+    single = alone(task, found) if one_may_do else None
     if single is not None:
         plan, found = _on_one(traced, cluster, asked, task, found, single)
     best = found.best
