@@ -60,6 +60,8 @@ def test_training_8b_on_8_h100_is_fsdp():
     found, mesh, per_device = trained("8B", "8xH100-80GB", 16)
     assert mesh == Mesh(fsdp=8) and found.plan.recompute == "selective" and 0 < found.plan.kept_layers < 32
     assert 5605 < per_device < 0.5 * 989e12 / (6 * 8.03e9 + 6 * 32 * 4096 * 8192)
+    best = found.searched.best
+    assert best is not None and best.memory.used < 0.91 * 79.1 * 2**30  # not as full as it could be: peaks may be off
 
 
 def test_training_70b_on_64_h100_shards_parameters():
