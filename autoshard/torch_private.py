@@ -13,16 +13,14 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 _MISSING = [
     name
-    for name in (
-        "_SetExcludeDispatchKeyGuard", "_autograd", "_current_autograd_node", "_is_torch_function_all_disabled",
-        "_swap_tensor_impl",
-    )
+    for name in ("_SetExcludeDispatchKeyGuard", "_autograd", "_current_autograd_node", "_swap_tensor_impl")
     if not hasattr(torch._C, name)
-]  # fmt: skip
+]
 if _MISSING:
     raise ImportError(
         f"autoshard needs torch._C.{', '.join(_MISSING)}, and torch {torch.__version__} has no such name. "
@@ -33,8 +31,6 @@ FakeTensor = fake_tensor.FakeTensor
 FakeTensorMode = fake_tensor.FakeTensorMode
 DataDependentOutputException = fake_tensor.DataDependentOutputException
 DynamicOutputShapeException = fake_tensor.DynamicOutputShapeException
-foreach_copy: Any = torch._foreach_copy_
-"""Copies each tensor of a list into one of another, whatever devices they are on."""
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
 """What ops are."""
 not_overridden = torch.nn.Parameter.__torch_function__
@@ -127,14 +123,10 @@ def innermost_function_mode() -> Any:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that torch's compiler has nothing to do with.
+    """A dispatch mode that torch's compiler has nothing to do with."""
 
-    Of others torch asks the compiler at every op, and the first to be asked imports all of it, which takes seconds.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
+    def __init_subclass__(cls) -> None:
+        """Leave out what torch does here: ask the compiler at every op, of which the first import takes seconds."""
 
 
 _function_class: Any = torch.autograd.Function
@@ -252,14 +244,6 @@ def is_composite(op: Any) -> bool:
     return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
 
 
-CHECKS = frozenset(
-    inspect.unwrap(function).__code__
-    for function in (torch._assert, getattr(torch, "_check_tensor_all_with", None))
-    if function is not None
-)
-"""Functions of torch that ask whether all of a tensor is true, and raise an error if it is not."""
-
-
 def looks_for_overrides(module: torch.nn.Module) -> bool:
     """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
     code = getattr(inspect.unwrap(inspect.getattr_static(type(module), "forward")), "__code__", None)
@@ -273,7 +257,8 @@ def no_overrides() -> Any:
 
 def overrides_are_off() -> bool:
     """Whether this runs inside `no_overrides`."""
-    return bool(torch._C._is_torch_function_all_disabled())
+    with TorchFunctionMode():
+        return not torch.overrides.has_torch_function((None,))
 
 
 def no_dispatch_modes() -> Any:

@@ -19,8 +19,9 @@ from math import inf
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from autoshard.capture.user_code import is_of_torch, is_own
-from autoshard.torch_private import CHECKS
 
 Position = tuple[int | None, int | None, int | None, int | None]
 
@@ -69,7 +70,7 @@ def asking(result: object) -> Guard | None:
     limit: float | None = None
     while frame is not None:
         file = frame.f_code.co_filename
-        if frame.f_code in CHECKS:
+        if file == torch.__file__ and "check" in frame.f_code.co_name:  # they raise an error, and do nothing else
             passes = True if type(result) is bool else None
             break
         if not is_own(file):

@@ -20,7 +20,7 @@ _CROSSING: set[Any] = {
     _Tensor.to, _Tensor.copy_, _Tensor.type_as, _Tensor.expand_as, _Tensor.view_as, _Tensor.reshape_as,
     _Tensor.new_tensor, _Tensor.is_set_to, _Tensor.backward, _Tensor.register_hook,
     _Tensor.data.__set__, _Tensor.grad.__set__,  # type: ignore[attr-defined,union-attr]
-    torch.autograd.grad, torch.autograd.backward, torch_private.foreach_copy, _Tensor.retain_grad,
+    torch.autograd.grad, torch.autograd.backward, _Tensor.retain_grad,
 }  # fmt: skip
 """Calls that take tensors of several devices as they are, or need the very objects they were given."""
 _WRITING_OPERATORS = {"__setitem__", "__delitem__", "__iadd__", "__iand__", "__idiv__", "__ifloordiv__", "__ilshift__",

@@ -259,6 +259,8 @@ def run_op(
         plain_kwargs["device"] = torch.device("cpu")
         owner = find_device(asked, devices or found.owner.peers)  # type: ignore[union-attr]
     result = func(*plain_args, **plain_kwargs)
+    if traits.rowwise and traits.written:  # torch counts these writes in the kernel, for the plain tensors alone
+        torch.autograd.graph.increment_version(one for one in args[0] if not one.is_inference())
     return _wrap_results(result, owner, found, traits)
 
 

@@ -110,6 +110,7 @@ def test_lists_of_tensors_may_span_devices_row_by_row(devices):
     torch._foreach_add_(ours, 1)
     doubled = torch._foreach_mul(ours, ours)
     assert [t.device for t in doubled] == [ONE, TWO] and doubled[1].tolist() == [4, 4, 4]
+    assert [t._version for t in ours] == [1, 1]  # by which copies of them are known to be out of date
     with pytest.raises(RuntimeError, match="same device"):
         torch._foreach_add(ours, ours[::-1])
 
