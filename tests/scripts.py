@@ -1,4 +1,4 @@
-"""Run a script as `python script.py …` or torchrun would, in processes forked off one that has imported torch.
+"""Run a script as `python script.py …` or torchrun would, in processes forked off the source of `tests.ranks`.
 
 That saves the imports, which take longer than most scripts. What depends on a start from nothing (launchers, hash
 seeds, what is imported, how a process ends) needs real processes.
@@ -6,7 +6,6 @@ seeds, what is imported, how a process ends) needs real processes.
 
 import atexit
 import functools
-import multiprocessing
 import os
 import runpy
 import socket
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from multiprocessing import connection
 from pathlib import Path
 
-from tests.ranks import context
+from tests.ranks import context, source
 
 ROOT = Path(__file__).parents[1]
 
@@ -40,12 +39,12 @@ def run_script(script, *arguments):
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = (f"{folder}/stdout", f"{folder}/stderr")
-        status = _start(context, outputs, str(script), [str(one) for one in arguments], 1)
+        status = source().call(_start, outputs, str(script), [str(one) for one in arguments], 1)
         stdout, stderr = (Path(name).read_text() for name in outputs)
     return Done(returncode=status, stdout=stdout, stderr=stderr)
 
 
-def _start(kind, outputs, script, arguments, count):
+def _start(outputs, script, arguments, count):
     """Start the processes and wait; the status of the first that fails, which ends the others."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -56,7 +55,7 @@ def _start(kind, outputs, script, arguments, count):
         # Lightning takes its processes from torchrun only where a run has an id
         own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "forked", **shared} if count > 1 else {}
         environment = {name: str(value) for name, value in own.items()}
-        process = kind.Process(target=_main, args=(outputs, script, arguments, environment), daemon=False)
+        process = context.Process(target=_main, args=(outputs, script, arguments, environment), daemon=False)
         process.start()
         running.append(process)
     status = 0
@@ -90,8 +89,7 @@ def _main(outputs, script, arguments, environment):
         (*launcher, count), (path, *rest) = command[:6], command[6:]
         if launcher != [sys.executable, "-m", "autoshard", "run", "--processes"] or path.startswith("--"):
             return real(command)
-        with_its_imports = multiprocessing.get_context("fork")
-        return _start(with_its_imports, outputs, path, rest, int(count))
+        return _start(outputs, path, rest, int(count))
 
     subprocess.call = call
     processes.spawn = functools.partial(processes.start_processes, start_method="fork")
