@@ -1,4 +1,4 @@
-"""What holds before anything is imported: no chatter from transformers, and who runs tests. The rest: `tests.running`."""
+"""What holds before anything is imported, and who runs tests. The rest is in `tests.running`."""
 
 import os
 
