@@ -1,10 +1,7 @@
-"""The documentation is true: its Python runs, its commands and links exist, and it builds without a warning."""
+"""The documentation is true: its Python runs, its commands and links exist. `.ci/run` builds it."""
 
-import importlib.util
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -42,13 +39,3 @@ def test_messages_are_those_of_the_package():
 def test_every_page_is_in_the_menu():
     menu = (ROOT / "mkdocs.yml").read_text()
     assert [names(page) for page in PAGES if f"- {names(page)}\n" not in menu] == []
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: pip install -e .[docs]"
-)
-def test_builds_without_a_warning(tmp_path):
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert (tmp_path / "site" / "tutorial" / "index.html").exists()

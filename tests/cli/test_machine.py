@@ -15,6 +15,7 @@ from autoshard.plan import PLAN_VARIABLE, Mesh, Plan, PlanDevice
 from autoshard.plan.workload import Workload
 from autoshard.report import doctor
 from autoshard.report.doctor import Finding, _talk
+from tests.scripts import run_script
 
 SCRIPT = """
 import os, sys
@@ -27,12 +28,6 @@ if sys.argv[1:] == ["plan"] and os.environ["RANK"] == "1":
     say(os.environ["AUTOSHARD_PLAN"])
 sys.exit(int(os.environ.get("FAIL", 0)))
 """
-
-
-def autoshard_run(*arguments, **environment):
-    command = [sys.executable, "-m", "autoshard", "run", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
 def plan_for(count, hosts=1, **settings):
@@ -52,15 +47,19 @@ def script(tmp_path):
     return path
 
 
-def test_a_script_runs_plainly_and_its_status_comes_back(script):
-    done = autoshard_run(script, "--plan", "x", FAIL="3")
+def test_a_script_runs_plainly_and_its_status_comes_back(script, tmp_path):
+    command = tmp_path / "command.py"
+    command.write_text("import os, autoshard_command\nos.environ['FAIL'] = '3'\nautoshard_command.run()\n")
+    done = run_script(command, "run", script, "--plan", "x")
     assert done.returncode == 3
     assert done.stdout == "rank alone of 1 got --plan x\n"
 
 
 def test_a_plan_decides_how_many_processes_run(script, tmp_path):
     plan_for(2, mesh=Mesh(dp=2)).save(tmp_path / "plan.json")
-    done = autoshard_run("--plan", tmp_path / "plan.json", script, "plan")
+    command = [sys.executable, "-m", "autoshard", "run", "--plan", str(tmp_path / "plan.json"), str(script), "plan"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == [str(tmp_path / "plan.json"), "rank 0 of 2 got plan", "rank 1 of 2 got plan"]

@@ -19,6 +19,7 @@ from autoshard.cli.main import app
 from autoshard.cluster.parse import canonical_name, parse_devices
 from autoshard.errors import SpecError
 from autoshard.report.compared import print_comparison
+from tests.scripts import run_script
 
 COMMANDS = sorted(get_command(app).commands)
 
@@ -61,8 +62,9 @@ print("full", ended(os.open("/dev/full", os.O_WRONLY), "--help"), file=sys.stder
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
-def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one_line():
-    done = subprocess.run([sys.executable, "-c", ENDS], capture_output=True, text=True, timeout=120)
+def test_a_reader_that_goes_away_is_no_error_and_a_full_disk_is_one_line(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    done = run_script(tmp_path / "ends.py")
     gone, error, full = done.stderr.splitlines()
     assert gone == f"gone {-signal.SIGPIPE}"
     assert error.startswith("Error: cannot write the output: No space left") and full == "full 1"

@@ -373,7 +373,8 @@ def test_of_unequal_devices_the_fastest_share_the_model():
     ],
 )
 def test_devices_take_part_where_equal_parts_are_faster(devices, used):
-    model = Decoder(width=512, layers=4)
+    with torch.device("meta"):
+        model = Decoder(width=512, layers=4)
     ids = torch.zeros(16, 1024, dtype=torch.long)
     workload = autoshard.Workload(mode="training", batch_size=16, sequence_length=1024)
     found = choose(model, {"ids": ids, "labels": ids}, workload, parse_devices(devices), Asked())
@@ -403,8 +404,10 @@ def test_one_device_answers_unless_ranks_are_twice_as_fast_unequal_or_not(device
     """A slower card beside it changes nothing. The model is recorded once for all sets of devices."""
     ids = torch.zeros(1, 64, dtype=torch.long)
     workload = autoshard.Workload(batch_size=1, sequence_length=64, new_tokens=8)
+    with torch.device("meta"):
+        model = Decoder(width=2048, layers=8)
     with mock.patch("autoshard.search.choose.trace", wraps=trace) as recorded:
-        found = choose(Decoder(width=2048, layers=8), {"ids": ids}, workload, parse_devices(devices), Asked())
+        found = choose(model, {"ids": ids}, workload, parse_devices(devices), Asked())
     assert found is not None and [one.name for one in found.plan.devices] == ["cuda:0"]
     assert any("tp=2 would take" in reason for reason in found.plan.reasons)
     assert recorded.call_count == 1
