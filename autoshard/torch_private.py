@@ -37,11 +37,6 @@ not_overridden = torch.nn.Parameter.__torch_function__
 """`__torch_function__` of a subclass that is met at ops only."""
 
 
-def storage_id(storage: torch.UntypedStorage) -> int:
-    """What tells the memory of one storage from that of another while both live, also without data (on meta)."""
-    return storage._cdata
-
-
 def wrapper(kind: type, like: torch.Tensor, device: torch.device) -> Any:
     """A tensor of a subclass with the shape, strides and dtype of another and no memory: ops on it go to its class.
 

@@ -21,7 +21,7 @@ class LiveBytes(DispatchMode):
 
         def resized(storage, nbytes):  # which no op does: fully_shard lets go of what it gathered so
             found = resize(storage, nbytes)
-            entry = memory._storages.get(storage._cdata)
+            entry = memory._storages.get(id(storage))
             if entry is not None:
                 entry.owner._grow(storage.nbytes() - entry.nbytes)
                 entry.nbytes = storage.nbytes()

@@ -30,7 +30,7 @@ def model(request: pytest.FixtureRequest) -> nn.Module:
 
 
 def _bytes(model: nn.Module) -> int:
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for p in model.parameters() for t in stored_tensors(p)}
+    storages = {t.untyped_storage(): t.untyped_storage() for p in model.parameters() for t in stored_tensors(p)}
     return sum(storage.nbytes() for storage in storages.values())
 
 

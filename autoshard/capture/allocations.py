@@ -14,7 +14,7 @@ import torch.fx
 
 from autoshard.capture.graph import Op, Save, Storage, StorageKind, Value
 from autoshard.common.packed import stored_bytes, stored_tensors
-from autoshard.torch_private import FakeTensor, storage_id
+from autoshard.torch_private import FakeTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -54,7 +54,7 @@ class AllocationLog:
 
     def knows_memory(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor shares memory with one that was entered."""
-        return storage_id(tensor.untyped_storage()) in self._storage_refs
+        return id(tensor.untyped_storage()) in self._storage_refs
 
     def add(
         self,
@@ -73,7 +73,7 @@ class AllocationLog:
         if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested:  # nearly all
             shape, nbytes = tuple(tensor.shape), tensor.numel() * tensor.element_size()
             whole = tensor.untyped_storage()
-            known = self._storage_refs.get(storage_id(whole))
+            known = self._storage_refs.get(id(whole))
             storage = self._new_storage([whole], born, kind, name) if known is None else known.row
         else:
             shape = () if tensor.is_nested else tuple(tensor.shape)  # ragged tensors have none
@@ -194,17 +194,17 @@ class AllocationLog:
         storages = {}
         for part in stored_tensors(tensor):
             storage = part.untyped_storage()
-            known = self._storage_refs.get(storage_id(storage))
+            known = self._storage_refs.get(id(storage))
             if known is not None:
                 return known.row
-            storages[storage_id(storage)] = storage
+            storages[id(storage)] = storage
         return self._new_storage([*storages.values()], born, kind, name)
 
     def _new_storage(self, parts: list[torch.UntypedStorage], born: int, kind: StorageKind, name: str | None) -> int:
         row, nbytes = len(self._storages), 0
         for storage in parts:
             ref = _Ref(storage, self._storage_died)
-            ref.key, ref.row = storage_id(storage), row
+            ref.key, ref.row = id(storage), row
             self._storage_refs[ref.key] = ref
             nbytes += storage.nbytes()
         self._storages.append([nbytes, kind, born, -1, name])

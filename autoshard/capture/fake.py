@@ -19,7 +19,7 @@ import torch
 from autoshard.capture.guards import asking
 from autoshard.capture.shapes import Shapes
 from autoshard.capture.traits import Traits, aten, swap_tensors, tensors_of, written_by
-from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, storage_id
+from autoshard.torch_private import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
 
 REAL_ELEMENTS = 1 << 22
 """Most elements an op on known values may combine; above it, only shapes are computed."""
@@ -119,13 +119,13 @@ class FakeFloats:
         self.assume = assume
         self.invent = invent
         self.answer_argmax = answer_argmax
-        self._tainted: dict[int, weakref.ref] = {}
+        self._tainted = weakref.WeakSet[torch.UntypedStorage]()
 
     def unknown(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's values are not known: it is fake or meta, or its memory was written with such."""
         if type(tensor) is FakeTensor or tensor.is_meta:
             return True
-        return bool(self._tainted) and storage_id(tensor.untyped_storage()) in self._tainted
+        return bool(self._tainted) and tensor.untyped_storage() in self._tainted
 
     def made(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor got its shape here, in this run."""
@@ -196,16 +196,8 @@ class FakeFloats:
         return result.numel() <= REAL_ELEMENTS
 
     def _taint(self, tensor: torch.Tensor) -> None:
-        if type(tensor) is FakeTensor:
-            return
-        storage = tensor.untyped_storage()
-        key = storage_id(storage)
-        tainted = self._tainted
-
-        def forget(_: weakref.ref) -> None:
-            tainted.pop(key, None)
-
-        tainted[key] = weakref.ref(storage, forget)
+        if type(tensor) is not FakeTensor:
+            self._tainted.add(tensor.untyped_storage())
 
     def _hand_back(self, traits: Traits, out: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return the written argument itself where the schema says that the op does."""

@@ -8,9 +8,10 @@ from torch import nn
 
 from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats, ValueEngine
 from autoshard.common.packed import is_packed, own_attributes, repacked
-from autoshard.torch_private import FakeTensor, storage_id
+from autoshard.torch_private import FakeTensor
 
-Storages = dict[int, torch.UntypedStorage]
+Storages = dict[torch.UntypedStorage, torch.UntypedStorage]
+"""The copies of storages; the originals are kept, for the object of a later one could be at the same address."""
 Kind = Literal["parameter", "buffer", "attribute", "input"]
 Make = Callable[[torch.Tensor, Kind], torch.Tensor]
 """Makes the placeholder of one tensor."""
@@ -53,9 +54,9 @@ def placeholders(engine: ValueEngine) -> Make:
 
     def faked(tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(engine, FakeFloats)
-        key = storage_id(tensor.untyped_storage())
-        fake = engine.shapes.placeholder(tensor, storages.get(key))
-        storages.setdefault(key, fake.untyped_storage())
+        storage = tensor.untyped_storage()
+        fake = engine.shapes.placeholder(tensor, storages.get(storage))
+        storages.setdefault(storage, fake.untyped_storage())
         return fake
 
     def make(tensor: torch.Tensor, kind: Kind) -> torch.Tensor:
@@ -92,11 +93,10 @@ def copied(tensor: torch.Tensor, storages: Storages) -> torch.Tensor:
     if tensor.layout is not torch.strided or type(tensor.detach()) is not torch.Tensor:
         return tensor.detach().clone()
     storage = tensor.untyped_storage()
-    key = storage_id(storage)
-    if key not in storages:
-        storages[key] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
+    if storage not in storages:
+        storages[storage] = storage.cpu() if storage.device.type != "cpu" else storage.clone()
     return torch.empty(0, dtype=tensor.dtype).set_(
-        storages[key], tensor.storage_offset(), tensor.shape, tensor.stride()
+        storages[storage], tensor.storage_offset(), tensor.shape, tensor.stride()
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from autoshard.capture.traits import swap_tensors
-from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta, storage_id
+from autoshard.torch_private import FakeTensor, FakeTensorMode, fake_from_meta
 
 _SCALARS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
@@ -143,20 +143,20 @@ def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_
         kind, results = type(out), out
     else:
         return None
-    memory = {storage_id(tensor.untyped_storage()): index for index, tensor in reversed(list(enumerate(tensors)))}
+    memory = {tensor.untyped_storage(): index for index, tensor in reversed(list(enumerate(tensors)))}
     made, seen = [], set()
     for result in results:
         is_plain = type(result) is FakeTensor and result.layout is torch.strided and not _is_lazy(result)
         if not is_plain or any(result is tensor for tensor in tensors):
             return None
         storage = result.untyped_storage()
-        source = memory.get(storage_id(storage), -1)
+        source = memory.get(storage, -1)
         offset = int(result.storage_offset())
         if source >= 0:
             offset -= int(tensors[source].storage_offset())
         elif (
             offset
-            or storage_id(storage) in seen
+            or storage in seen
             or (
                 storage.nbytes()
                 != torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta")
@@ -165,6 +165,6 @@ def _answer(out: Any, tensors: list[torch.Tensor]) -> tuple[type | None, tuple[_
             )
         ):
             return None
-        seen.add(storage_id(storage))
+        seen.add(storage)
         made.append(_Made(source, offset, result.shape, result.stride(), result.dtype))
     return kind, tuple(made)

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autoshard.torch_private import no_modes, storage_id
+from autoshard.torch_private import no_modes
 
 Made = TypeVar("Made")
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autoshard", "pytest", "_pytest"}
@@ -278,5 +278,5 @@ def _content(cell: CellType) -> Any:
 def _same_memory(tensor: torch.Tensor, alias: torch.Tensor) -> bool:
     if tensor.shape != alias.shape or tensor.stride() != alias.stride() or tensor.dtype != alias.dtype:
         return False
-    same = storage_id(tensor.untyped_storage()) == storage_id(alias.untyped_storage())
+    same = tensor.untyped_storage() is alias.untyped_storage()
     return bool(same and tensor.storage_offset() == alias.storage_offset())

@@ -7,7 +7,6 @@ from torch import nn
 
 from autoshard.common.module_paths import join
 from autoshard.common.packed import is_packed, named_stored, stored_tensors
-from autoshard.torch_private import storage_id
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -43,4 +42,4 @@ def _place(tensor: torch.Tensor) -> object:
     if tensor.layout is not torch.strided:
         return id(tensor)
     tensor = stored_tensors(tensor)[0]
-    return storage_id(tensor.untyped_storage()), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+    return tensor.untyped_storage(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()

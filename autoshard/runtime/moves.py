@@ -74,8 +74,7 @@ def _storage_key(tensor: torch.Tensor) -> object:
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return id(tensor)
     storage = tensor.untyped_storage()
-    address = storage.data_ptr() or torch_private.storage_id(storage)  # none on meta
-    return tensor.device, address
+    return tensor.device, storage.data_ptr() or storage  # no address on meta
 
 
 def move_tensors(tensors: Mapping[str, torch.Tensor], devices: Mapping[str, torch.device]) -> Undo:

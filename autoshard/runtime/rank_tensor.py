@@ -23,7 +23,7 @@ from autoshard.nested import map_tensors
 from autoshard.runtime.backward import with_backward
 from autoshard.runtime.devices import fresh_copy
 from autoshard.runtime.given import Given
-from autoshard.torch_private import DispatchMode, storage_id
+from autoshard.torch_private import DispatchMode
 
 aten = torch.ops.aten
 _set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -376,9 +376,9 @@ def _join(func: Any, results: list, devices: tuple[torch.device, ...], found: _F
 def _wrapped(parts: list[torch.Tensor], devices: tuple[torch.device, ...], found: _Found) -> RankTensor:
     if torch.is_inference_mode_enabled():
         # Views of tensors made outside of inference mode track versions, as their base does.
-        storage = storage_id(parts[0].untyped_storage())
+        storage = parts[0].untyped_storage()
         for base in found.cut:
-            if not base.is_inference() and storage_id(base.parts[0].untyped_storage()) == storage:
+            if not base.is_inference() and base.parts[0].untyped_storage() is storage:
                 with torch.inference_mode(False):
                     return RankTensor(parts, devices)
     return RankTensor(parts, devices)

@@ -10,7 +10,6 @@ import weakref
 import torch
 
 from autoshard.common.sizes import format_bytes
-from autoshard.torch_private import storage_id
 
 
 class SimulatedOutOfMemoryError(torch.OutOfMemoryError):
@@ -52,12 +51,12 @@ class SimulatedDevice:
         Raises `SimulatedOutOfMemoryError` if it does not fit; then nothing is counted.
         """
         storage = plain.untyped_storage()
-        entry = _storages.get(storage_id(storage))
+        entry = _storages.get(id(storage))
         nbytes = storage.nbytes()
         if entry is None:
             self._grow(nbytes)
             entry = _CountedStorage(storage, _uncount)
-            entry.key, entry.owner, entry.nbytes = storage_id(storage), self, nbytes
+            entry.key, entry.owner, entry.nbytes = id(storage), self, nbytes
             _storages[entry.key] = entry
         elif entry.nbytes != nbytes:  # resized in place
             entry.owner._grow(nbytes - entry.nbytes)

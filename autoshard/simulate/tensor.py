@@ -328,9 +328,9 @@ def _wrap_new(result: torch.Tensor, owner: SimulatedDevice, found: _Arguments) -
         return result
     if torch.is_inference_mode_enabled():
         # Views of tensors made outside of inference mode track versions, as their base does.
-        storage = torch_private.storage_id(result.untyped_storage())
+        storage = result.untyped_storage()
         for base in found.originals.values():
-            if not base.is_inference() and torch_private.storage_id(base.untyped_storage()) == storage:
+            if not base.is_inference() and base.untyped_storage() is storage:
                 with torch.inference_mode(False):
                     return wrap(result, owner)
     return wrap(result, owner)
