@@ -5,6 +5,7 @@ What is in `torch._C` is checked to exist when this is imported; what is in othe
 """
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, reduce
@@ -15,6 +16,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 _MISSING = [
     name
@@ -295,20 +297,34 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
+_added: "weakref.WeakKeyDictionary[torch.nn.Module, set[str]]" = weakref.WeakKeyDictionary()
+"""The names of the attributes that modules have from `fully_shard`."""
+
+
+def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
+    """Do what torch's function of this name does, so that `undo_fully_shard` can undo it, also if it raises."""
+    from torch.distributed import fsdp
+
+    before = {one: set(vars(one)) for one in module.modules()}
+    try:
+        return fsdp.fully_shard(module, **options)
+    finally:
+        for one, names in before.items():
+            _added.setdefault(one, set()).update(vars(one).keys() - names)
+
+
 def undo_fully_shard(model: torch.nn.Module) -> None:
     """Take off the modules of a model what `fully_shard` put on them: classes, hooks and states; not its parameters."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+    from torch.distributed import fsdp
     from torch.distributed._composable_state import _module_state_mapping
-    from torch.distributed.fsdp import FSDPModule, fully_shard
 
     for module in model.modules():
-        if isinstance(module, FSDPModule):
-            state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-            state._pre_forward_hook_handle.remove()
-            state._post_forward_hook_handle.remove()
+        if isinstance(module, fsdp.FSDPModule):
+            state: Any = fsdp.fully_shard.state(module)  # type: ignore[attr-defined]
+            for handle in vars(state).values():
+                if isinstance(handle, RemovableHandle):
+                    handle.remove()
             _module_state_mapping.pop(module)
-            for key in (REGISTRY_KEY, STATE_KEY):
-                vars(module).pop(key)
             module.__class__ = type(module).__mro__[2]
-        for flag in ("_is_fsdp_managed_module", "_fsdp_use_orig_params"):
-            vars(module).pop(flag, None)
+        for name in _added.pop(module, ()):
+            vars(module).pop(name, None)

@@ -64,7 +64,6 @@ def shard(
     `check_shardable`; then `forget_whole`, or `unshard_failed` if one of them raised.
     """
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.fsdp import fully_shard
 
     modules = dict(model.named_modules())
     blocks = [modules[path] for path in plan.gathered]
@@ -90,7 +89,7 @@ def shard(
             _store(one.parameter, plan)
         whole = [one.parameter.data for one in own]
         mesh = DeviceMesh.from_group(group.shared.group, device.type)
-        engine = fully_shard(module, mesh=mesh, **policy_of(plan, casts=group is sharing), **options)
+        engine = torch_private.fully_shard(module, mesh=mesh, **policy_of(plan, casts=group is sharing), **options)
         for one, data in zip(own, whole, strict=True):
             one.parameter.data = data  # where it was: on the device there is one block at a time, until it is sharded
         engine.set_custom_all_gather(Gather(ranks, order, number))
