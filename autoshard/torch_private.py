@@ -82,22 +82,31 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
+def _table(method: str) -> str:
+    """The attribute in which modules keep the hooks that one of their methods registers: found in a fresh one."""
+    fresh = torch.nn.Module()
+    getattr(fresh, method)(_table)
+    (name,) = [name for name, value in vars(fresh).items() if isinstance(value, dict) and _table in value.values()]
+    return name
+
+
+_BACKWARD = _table("register_full_backward_pre_hook"), _table("register_full_backward_hook")
+_FORWARD = _table("register_forward_pre_hook"), _table("register_forward_hook")
+
+
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
     """The forward pre-hooks registered on a module, in calling order."""
-    return list(module._forward_pre_hooks.values())
+    return list(getattr(module, _FORWARD[0]).values())
 
 
 def backward_hooks(module: torch.nn.Module, except_of: str = "") -> list[Any]:
     """The hooks of a module on the gradients of its outputs and of its inputs, but for those of one package."""
-    tables: Any = module._backward_pre_hooks, module._backward_hooks
-    return [hook for table in tables for hook in table.values() if _package(hook) != except_of]
+    return [hook for name in _BACKWARD for hook in getattr(module, name).values() if _package(hook) != except_of]
 
 
 def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
     """The numbers of a module's hooks, no two of which are the same in a process, but for those of one package."""
-    tables: Any = (
-        module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    )  # fmt: skip
+    tables = [getattr(module, name) for name in (*_FORWARD, *_BACKWARD)]
     return tuple(number for table in tables for number, hook in table.items() if _package(hook) != except_of)
 
 
