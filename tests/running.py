@@ -56,6 +56,7 @@ def pytest_runtestloop(session: pytest.Session) -> None:
             importlib.import_module(name)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 20, 20)  # records of models are many small objects that stay until they are read
     capture = session.config.pluginmanager.getplugin("capturemanager")
     capture.resume_global_capture()  # what ranks print belongs to the test that runs
     ranks.source()

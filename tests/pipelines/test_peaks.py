@@ -8,10 +8,10 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import autoshard
-from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from tests.live_bytes import LiveBytes
 from tests.ranks import run_jobs, run_ranks
+from tests.runtime.test_launched import completed
 from tests.search.models import Decoder
 from tests.torch_releases import sharded_replicas
 
@@ -45,10 +45,9 @@ def made(name, training):
     return Decoder(32, 4, 4, 512), {"ids": ids} | ({"labels": ids} if training else {})
 
 
-def peak_of(name, text, training):
+def peak_of(name, plan, training):
     """The most bytes that live on this rank in the third step; replicas have their part of the rows."""
     model, inputs = made(name, training)
-    plan = Plan.from_json(text)
     autoshard.apply(model, plan, inputs=inputs)
     gc.collect()
     staged = plan.mesh.pp > 1
@@ -98,7 +97,7 @@ def test_peaks(training, cases):
                 recompute="none" if training else None,
             )  # fmt: skip
             figures[name, mesh] = autoshard.estimate(plan, profile, DEVICES).devices
-            jobs[name, mesh] = peak_of, name, plan.to_json(), training
+            jobs[name, mesh] = peak_of, name, completed(plan.to_json(), model, inputs), training
     # Before 2.15 torch holds what stages send of all micro-batches.
     least = 0.8 if hasattr(PipelineStage, "release_fwd_send_outputs") else 0.65
     for rank, peaks in enumerate(run_ranks(run_jobs, 2, jobs)):
