@@ -86,12 +86,16 @@ def _table(method: str) -> str:
     """The attribute in which modules keep the hooks that one of their methods registers: found in a fresh one."""
     fresh = torch.nn.Module()
     getattr(fresh, method)(_table)
-    (name,) = [name for name, value in vars(fresh).items() if isinstance(value, dict) and _table in value.values()]
+    (name,) = [name for name, value in vars(fresh).items() if isinstance(value, dict) and value]
     return name
 
 
 _BACKWARD = _table("register_full_backward_pre_hook"), _table("register_full_backward_hook")
 _FORWARD = _table("register_forward_pre_hook"), _table("register_forward_hook")
+_STATE_DICT = (
+    _table("register_state_dict_pre_hook"), _table("register_load_state_dict_pre_hook"),
+    _table("register_load_state_dict_post_hook"),
+)  # fmt: skip
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
@@ -335,5 +339,9 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
                     handle.remove()
             _module_state_mapping.pop(module)
             module.__class__ = type(module).__mro__[2]
+        for table in (getattr(module, name) for name in _STATE_DICT):
+            for number, hook in list(table.items()):
+                if str(getattr(hook, "__module__", "")).startswith(fsdp.__name__):
+                    del table[number]  # else it would keep the shards
         for name in _added.pop(module, ()):
             vars(module).pop(name, None)

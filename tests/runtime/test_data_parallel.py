@@ -154,6 +154,7 @@ def train_on_ranks(name, sharded):
     dist.all_reduce(mean)
     kept = sum(getattr(one, "to_local", lambda one=one: one)().numel() for one in model.parameters())
     autoshard.remove(model)
+    assert not any(module._state_dict_pre_hooks for module in model.modules())  # they would keep the shards
     after = list(model.state_dict()), list(model.parameters()), list(model.modules())
     assert before[0] == after[0] and type(model) is kind
     assert all(a is b for at in (1, 2) for a, b in zip(before[at], after[at], strict=True))
