@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.user_code import is_of_torch, is_own
+from autoshard.capture.user_code import is_capture, is_of_torch, is_own
 
 Position = tuple[int | None, int | None, int | None, int | None]
 
@@ -88,9 +88,9 @@ def asking(result: object) -> Guard | None:
 
 
 def _lines(frame: FrameType | None) -> tuple[tuple[str, int], ...]:
-    """The lines of all frames that are neither torch's nor ours."""
+    """The lines of all frames of the model that are neither torch's nor ours."""
     found = []
-    while frame is not None:
+    while frame is not None and not is_capture(frame):
         file = frame.f_code.co_filename
         if not is_own(file) and not is_of_torch(file):
             found.append((file, frame.f_lineno))

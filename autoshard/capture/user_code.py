@@ -3,6 +3,7 @@
 import inspect
 import pathlib
 import traceback
+from types import FrameType
 
 import torch
 
@@ -58,6 +59,11 @@ def is_of_torch(file: str) -> bool:
     return file.startswith(_TORCH)
 
 
+def is_capture(frame: FrameType) -> bool:
+    """Whether a frame is that of the capture of a model: all outside of it is no code of the model."""
+    return frame.f_code.co_filename == _CAPTURE and frame.f_code.co_name == "_run_model"
+
+
 def calling_line() -> str:
     """file:line of the user's code that is running now."""
     file, line, _ = calling_code()
@@ -72,7 +78,7 @@ def calling_code() -> tuple[str, int, str]:
     frame = inspect.currentframe()
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == _CAPTURE and frame.f_code.co_name == "_run_model":
+        if is_capture(frame):
             break
         if not file.startswith(_SKIPPED):
             return file, frame.f_lineno, frame.f_code.co_name

@@ -6,8 +6,9 @@ how outputs are made   by their shapes, and by what the ops permit (check.record
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,17 @@ from autoshard.capture.run import own_random_numbers
 from autoshard.check.independence import check_apart
 from autoshard.check.inputs import NotRun
 from autoshard.check.modes import frozen_modules
-from autoshard.check.records import INDEPENDENT, Apart, Mixed, Question, check_left, merges_of, record_twice, written_in
+from autoshard.check.records import (
+    INDEPENDENT,
+    ROWS,
+    Apart,
+    Mixed,
+    Question,
+    check_left,
+    merges_of,
+    record_twice,
+    written_in,
+)
 from autoshard.errors import CaptureError, PlanError
 from autoshard.plan.batching import ASSUMED, BatchAxis, BatchInput, BatchOutput, with_rows
 from autoshard.plan.workload import Workload
@@ -43,6 +54,14 @@ def find_batch_axis(
     `assume_independent_rows`: the user says that rows are apart; then only what can't be put together, by its shapes,
     refuses it.
     """
+    return find_batch(model, inputs, workload, graph, assume_independent_rows=assume_independent_rows)[0]
+
+
+def find_batch(
+    model: nn.Module, inputs: Any, workload: Workload, graph: ModelGraph | None = None, *,
+    assume_independent_rows: bool = False,
+) -> tuple[BatchAxis, Callable[[Iterable[int]], None]]:  # fmt: skip
+    """As `find_batch_axis`, with what checks parts once it is known how many rows each has, and raises `PlanError`."""
     with own_random_numbers():
         question = _question(model, inputs, workload, graph)
         for changed in changed_inputs(question.graph):
@@ -59,7 +78,8 @@ def find_batch_axis(
             if batch.inputs[0].dim == tried:  # rows of all that has as many of them are mixed
                 continue
             try:
-                return _divided(question, batch, None if assume_independent_rows else check_apart(question, batch))
+                apart = None if assume_independent_rows else check_apart(question, batch)
+                return _divided(question, batch, apart), partial(_check_parts, model, apart)
             except Mixed as error:
                 refused = refused or str(error)
                 tried = batch.inputs[0].dim
@@ -69,6 +89,18 @@ def find_batch_axis(
     refused = f"{refused or 'no input has a dimension for it'}{packed}".rstrip(".")
     advice = "" if INDEPENDENT in refused else f" {WHOLE}"
     raise _refusal(model, f"{refused}.{advice}")
+
+
+def _check_parts(model: nn.Module, apart: Apart | None, parts: Iterable[int]) -> None:
+    """Refuse code that does something else for as many rows as a part has, or the batch; small parts were tried."""
+    if apart is None:
+        return
+    with own_random_numbers():
+        try:
+            for rows in sorted({*parts} - {0, 1, 2, ROWS}):
+                apart.check_number(rows)
+        except Mixed as error:
+            raise _refusal(model, f"{error}.") from None
 
 
 def check_rows_apart(model: nn.Module, inputs: Any, workload: Workload, walk: AxisWalk, dim: int = 0) -> None:

@@ -43,7 +43,8 @@ def check_apart(question: Question, batch: BatchAxis) -> Apart:
         runs[other] = SampleRun(question, batch, other, ())
     _check_switches(runs, choices)
     if not question.for_replicas:  # there each has samples of its own, as without a plan
-        first.check_one_row()
+        for rows in (1, 2):
+            first.check_number(rows)
     return first.outputs()
 
 

@@ -4,7 +4,7 @@ outputs     logits [3, 8, 50] and [1024, 8, 50]      one part after the other
 left        self.table = …                           in attributes of modules, in buffers, in flags
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,12 +88,14 @@ class Apart:
             samples starred, "" where all samples have the same; "-" where none has but numbers differ.
         merges: how one that several samples decide is merged.
         shared: those that depend on no sample.
+        check_number: refuses code that does something else for just so many samples, by `Mixed`.
     """
 
     axes: Mapping[str, tuple[str, ...]]
     merges: Mapping[str, BatchOutput]
     shared: frozenset[str]
     recorded: RecordedSamples
+    check_number: Callable[[int], None]
 
     def permits(self, how: BatchOutput) -> bool:
         """Whether an output may be put together of parts one after the other in this way."""
@@ -224,34 +226,48 @@ def _are_even(first: Any, second: Any, rows: tuple[int, int]) -> bool:
     return not left and (each <= 0 or rest >= -each)  # a square of the rows has a rest far below 0
 
 
-def first_for_few(one: ModelGraph, graph: ModelGraph, other: ModelGraph, rows: int) -> int | None:
-    """The first op of a run with `ROWS` rows that is another one with one row, or is given numbers out of line there.
+def first_out_of_line(run: ModelGraph, few: ModelGraph, many: ModelGraph, rows: tuple[int, int, int]) -> int | None:
+    """The first op of a run that is another one than in two others, or is given numbers out of line there.
 
-    `other`: the same ops with `rows` rows. A number that is `max(rows, 3)`, say, is out of line.
+    `few`, `many`: two runs of the same ops; `rows`: of all three. A number that is `max(rows, 3)`, say, is out of line.
     """
-    steps = [_steps(run) for run in (one, graph, other)]
+    repeated = _repeats(few, rows[1]) & _repeats(many, rows[2])
+    steps = [_steps(run, _repeats(run, rows[0])), _steps(few, repeated), _steps(many, repeated)]
     for (a, reads), (b, its), (c, _) in zip(*steps, strict=False):
-        alone, few, many = (list(arguments_of(op).values()) for op in (a, b, c))
-        if a.target != b.target or reads != its or not _on_line(alone, few, many, rows):
+        given = [list(arguments_of(op).values()) for op in (a, b, c)]
+        if a.target != b.target or reads != its or not _on_line(given[0], given[1], given[2], rows):
             return b.index
     if len(steps[0]) != len(steps[1]):
-        return len(graph.ops) - 1
-    contents = [list(literals(run).items()) for run in (one, graph, other)]
+        return len(few.ops) - 1
+    contents = [list(literals(one).items()) for one in (run, few, many)]
     for (_, first), (value, second), (_, third) in zip(*contents, strict=False):
         if second.equal(third) and not second.equal(first):
-            return next((op.index for op in graph.ops if value in op.inputs), None)
+            return next((op.index for op in few.ops if value in op.inputs), None)
     return None
 
 
-def _steps(graph: ModelGraph) -> list[tuple[Op, list[Any]]]:
-    """The ops of a run, each with names for what it reads; without copies that one row does not need."""
+def _repeats(graph: ModelGraph, rows: int) -> set[int]:
+    """The ops that repeat what is the same for all rows, once for each: one row alone does without."""
+    found = set()
+    for op in graph.ops:
+        if name_of(op) in ("expand", "expand_as", "broadcast_to"):
+            before, after = (graph.values[value].shape for value in (op.inputs[0], op.outputs[0]))
+            longer = [sizes for sizes in zip(before, after, strict=False) if sizes[0] != sizes[1]]
+            if len(before) == len(after) and all(sizes == (1, rows) for sizes in longer):
+                found.add(op.index)
+    return found
+
+
+def _steps(graph: ModelGraph, repeats: set[int]) -> list[tuple[Op, list[Any]]]:
+    """The ops of a run, each with names for what it reads; without copies and repeats that one row does not need."""
     names: dict[int, Any] = {value: ("input", at) for at, value in enumerate(graph.inputs)}
     names |= {tensor.value: tensor.name for tensor in graph.tensors}
     written = written_storages(graph)
     steps: list[tuple[Op, list[Any]]] = []
     for op in graph.ops:
         reads = [names.setdefault(value, ("outside", len(steps), at)) for at, value in enumerate(op.inputs)]
-        if name_of(op) == "contiguous" and graph.values[op.outputs[0]].storage not in written:
+        needless = op.index in repeats or name_of(op) == "contiguous"
+        if needless and graph.values[op.outputs[0]].storage not in written:
             names[op.outputs[0]] = reads[0]
             continue
         for at, value in enumerate(op.outputs):
@@ -260,15 +276,17 @@ def _steps(graph: ModelGraph) -> list[tuple[Op, list[Any]]]:
     return steps
 
 
-def _on_line(one: Any, few: Any, many: Any, rows: int) -> bool:
-    """Whether an argument of three runs, with 1, `ROWS` and `rows` rows, grows evenly, or is the same."""
-    if all(isinstance(item, (list, tuple)) for item in (one, few, many)):
-        return len(one) == len(few) == len(many) and all(map(_on_line, one, few, many, [rows] * len(one)))
-    if isinstance(few, torch.fx.Node):
-        return isinstance(one, torch.fx.Node)
-    if all(type(item) is int for item in (one, few, many)):
-        return (few - one) * (rows - ROWS) == (many - few) * (ROWS - 1)
-    return repr(one) == repr(few) or repr(few) != repr(many)  # others that differ: who follows the runs has seen them
+def _on_line(first: Any, second: Any, third: Any, rows: tuple[int, int, int]) -> bool:
+    """Whether an argument of three runs, with so many rows, grows evenly with them, or is the same."""
+    if all(isinstance(item, (list, tuple)) for item in (first, second, third)):
+        alike = len(first) == len(second) == len(third)
+        return alike and all(map(_on_line, first, second, third, [rows] * len(first)))
+    if isinstance(second, torch.fx.Node):
+        return isinstance(first, torch.fx.Node)
+    if all(type(item) is int for item in (first, second, third)):
+        return (second - first) * (rows[2] - rows[1]) == (third - second) * (rows[1] - rows[0])
+    # others that differ: who follows the runs has seen them
+    return repr(first) == repr(second) or repr(second) != repr(third)
 
 
 # ---- what a forward leaves

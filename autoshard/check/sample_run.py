@@ -33,7 +33,7 @@ from autoshard.check.records import (
     Question,
     RecordedSamples,
     first_difference,
-    first_for_few,
+    first_out_of_line,
     first_uneven,
     is_same,
     left_by_parts,
@@ -87,18 +87,21 @@ class SampleRun:
         if self.walk.sound.hits.found:
             self._check_hits()
 
-    def check_one_row(self) -> None:
-        """Refuse code that looks whether there are few rows, as in a part of the batch."""
+    def check_number(self, rows: int) -> None:
+        """Refuse code that looks whether there are just so many rows: as in a part of the batch, or in all of it."""
+        if self.graph.level == "real" and rows > MOST_REAL_ROWS:
+            return
         try:
-            one, call_log = self._recorded(1)
+            run, call_log = self._recorded(rows)
         except NotRun:  # such a part raises an error
             return
+        those = "one row alone" if rows == 1 else f"{rows} rows"
         if not self.guards <= {reading.guard for reading in call_log.value_guards}:
-            raise self.refuse(None, "mixes its rows: it does not ask for one row alone whether to raise an error")
-        alike = one.level == self.graph.level and call_log.left_out == self.call_log.left_out
-        at = first_for_few(one, self.graph, self.other, self.recorded.rows) if alike else None
+            raise self.refuse(None, f"mixes its rows: it does not ask for {those} whether to raise an error")
+        alike = run.level == self.graph.level and call_log.left_out == self.call_log.left_out
+        at = first_out_of_line(run, self.graph, self.other, (rows, ROWS, self.recorded.rows)) if alike else None
         if at is not None:
-            raise self.refuse(self.graph.ops[at], "mixes its rows: it does something else for one row alone")
+            raise self.refuse(self.graph.ops[at], f"mixes its rows: it does something else for {those}")
 
     def _check_raises(self, guard: Guard) -> None:
         """Refuse an error that somebody catches, to do something else instead."""
@@ -358,4 +361,6 @@ class SampleRun:
             if known.labels is not None:
                 place, ignored, skipped = known.labels
                 merges[path] = replace(merges[path], weights=self.paths[place], ignored=ignored, skipped=skipped)
-        return Apart(axes=axes, merges=merges, shared=frozenset(shared), recorded=self.recorded)
+        return Apart(
+            axes=axes, merges=merges, shared=frozenset(shared), recorded=self.recorded, check_number=self.check_number
+        )

@@ -13,7 +13,7 @@ from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import check_choices, strategy_named
 from autoshard.plan.workload import Workload
-from autoshard.search.planning import plan_measured
+from autoshard.search.planning import part_sizes, plan_measured
 
 if TYPE_CHECKING:
     from autoshard.cluster.cluster import Cluster
@@ -181,13 +181,14 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
             cuts, results = find_context(model, traced.graph, traced.inputs, plan.workload, mesh.cp)
             plan = replace(plan, cuts=cuts, results=results)
     if staged:
-        from autoshard.check.batch import find_batch_axis
+        from autoshard.check.batch import find_batch
 
         if plan.workload.training:
             launched.check_stored(model, plan)
         assumed = assume_independent_rows or ASSUMED in plan.reasons
-        batch = find_batch_axis(model, inputs, plan.workload, assume_independent_rows=assumed)
+        batch, check_parts = find_batch(model, inputs, plan.workload, assume_independent_rows=assumed)
         plan = launched.with_batch(plan, replace(batch, assumed=assumed))
+        check_parts({plan.micro_batch, *part_sizes(plan, batch.size)})
     if cut:
         assert plan.mesh is not None
         found = plan_measured(

@@ -15,6 +15,8 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import Objective
+from autoshard.plan.mesh import Mesh
+from autoshard.plan.sharding import even_shares, shares_of
 from autoshard.plan.workload import Workload
 from autoshard.search.request import Request
 
@@ -68,7 +70,7 @@ def _made(request: Request, strategy: str) -> Plan:
 
 
 def _compared(plan: Plan, request: Request) -> Plan:
-    """The plan, if a small model gives the same under it. Raises `PlanError`.
+    """The plan, if the model does the same for its parts, and a small one gives the same. Raises `PlanError`.
 
     A forward that writes into tensors which are no state of the model is not run: nobody would write them back.
     """
@@ -76,9 +78,12 @@ def _compared(plan: Plan, request: Request) -> Plan:
     from autoshard.capture.state import undisturbed
     from autoshard.verify.planned import numbers_against
 
+    model, inputs, flops = request.model, request.inputs, request.profile.flops
+    if plan.batch is not None:
+        parts = part_sizes(plan, plan.batch.size)
+        undisturbed(model, inputs, lambda: request.check_parts(parts))
     if writes_elsewhere(request.composite):
         return plan
-    model, inputs, flops = request.model, request.inputs, request.profile.flops
     differing = undisturbed(model, inputs, lambda: numbers_against(model, plan, inputs, flops))
     if differing:
         raise PlanError(
@@ -86,6 +91,13 @@ def _compared(plan: Plan, request: Request) -> Plan:
             'it with the model. Use strategy="balanced", which places whole modules.'
         )
     return plan
+
+
+def part_sizes(plan: Plan, rows: int) -> set[int]:
+    """How many rows a batch has, and its parts under a plan."""
+    mesh = plan.mesh or Mesh()
+    shares = shares_of(rows, mesh.data, mesh.shares)
+    return {rows, *(part for share in shares for part in even_shares(share, plan.num_microbatches))}
 
 
 def _saying_what_is_free(plan: Plan, request: Request) -> Plan:

@@ -1,7 +1,7 @@
 """What planning in one process is asked for, and what is known of the model: what several strategies need, once."""
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -62,16 +62,23 @@ class Request:
         """The cluster with the memory that may be used."""
         return limited_to(self.cluster, self.limits)
 
-    @cached_property
+    @property
     def batch(self) -> "BatchAxis":
         """How the batch is divided. Raises `PlanError` if its rows don't stay apart."""
-        from autoshard.check.batch import find_batch_axis
+        return dataclasses.replace(self._found[0], assumed=self.assume_independent_rows)
 
-        found = find_batch_axis(
+    def check_parts(self, parts: Iterable[int]) -> None:
+        """Raise `PlanError` if the model does something else for as many rows as these parts have."""
+        self._found[1](parts)
+
+    @cached_property
+    def _found(self) -> "tuple[BatchAxis, Callable[[Iterable[int]], None]]":
+        from autoshard.check.batch import find_batch
+
+        return find_batch(
             self.model, self.inputs, self.profile.workload, self.composite,
             assume_independent_rows=self.assume_independent_rows,
         )  # fmt: skip
-        return dataclasses.replace(found, assumed=self.assume_independent_rows)
 
     @property
     def has_rows(self) -> bool:

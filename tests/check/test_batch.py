@@ -290,6 +290,17 @@ def test_rows_that_are_picked_by_their_number():
     assert ways(found(Small(last), torch.randn(3, 5, 6))) == {"": "cat"}
 
 
+def test_positions_that_are_repeated_where_there_are_several_rows():
+    def placed(self, x, also=lambda at: at):
+        at = torch.arange(x.shape[1])[None]
+        at = also(at.expand(len(x), -1)) if len(x) != len(at) else at
+        return self.linear(x) + at[..., None] % 7
+
+    assert ways(found(Small(placed), torch.randn(4, 5, 6))) == {"": "cat"}
+    more = Small(lambda self, x: placed(self, x, also=lambda at: at + 1))
+    assert "something else for one row alone" in refused(more, torch.randn(4, 5, 6))
+
+
 def test_a_look_at_the_first_row_is_mixing_but_for_its_shape():
     model = Small(lambda self, x: self.linear(x) if x[0].shape else x)
     assert rows(found(model, torch.randn(3, 6))) == {"x": (0, "*3")}
