@@ -231,8 +231,10 @@ def first_out_of_line(run: ModelGraph, few: ModelGraph, many: ModelGraph, rows: 
 
     `few`, `many`: two runs of the same ops; `rows`: of all three. A number that is `max(rows, 3)`, say, is out of line.
     """
-    repeated = _repeats(few, rows[1]) & _repeats(many, rows[2])
-    steps = [_steps(run, _repeats(run, rows[0])), _steps(few, repeated), _steps(many, repeated)]
+    repeated = own = _repeats(few, rows[1]) & _repeats(many, rows[2])
+    if [op.target for op in run.ops] != [op.target for op in few.ops]:
+        own = _repeats(run, rows[0])
+    steps = [_steps(run, own), _steps(few, repeated), _steps(many, repeated)]
     for (a, reads), (b, its), (c, _) in zip(*steps, strict=False):
         given = [list(arguments_of(op).values()) for op in (a, b, c)]
         if a.target != b.target or reads != its or not _on_line(given[0], given[1], given[2], rows):

@@ -296,7 +296,11 @@ def test_positions_that_are_repeated_where_there_are_several_rows():
         at = also(at.expand(len(x), -1)) if len(x) != len(at) else at
         return self.linear(x) + at[..., None] % 7
 
-    assert ways(found(Small(placed), torch.randn(4, 5, 6))) == {"": "cat"}
+    def twice(self, x):  # as often as there are rows in a run with two
+        return self.linear(x)[:, :, None].expand(-1, -1, 2, -1).sum(2)
+
+    for by in (placed, twice):
+        assert ways(found(Small(by), torch.randn(4, 5, 6))) == {"": "cat"}
     more = Small(lambda self, x: placed(self, x, also=lambda at: at + 1))
     assert "something else for one row alone" in refused(more, torch.randn(4, 5, 6))
 
