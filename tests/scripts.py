@@ -35,7 +35,8 @@ def run_script(script, *arguments):
     """Run it from the root of the project, with one thread.
 
     Where the script itself starts `autoshard run --processes N`, or torch's `spawn`, those are forked as well and find
-    each other as under torchrun; with more options the launcher runs as it is.
+    each other as under torchrun; with more options the launcher runs as it is. Before that the script may not compute
+    gradients: autograd then has threads, and is of no use in what is forked.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = (f"{folder}/stdout", f"{folder}/stderr")
