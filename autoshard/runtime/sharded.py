@@ -104,10 +104,16 @@ def shard(
     used = Used(model, [one.places[0] for one in replaced[len(scalars) :]], ranks, order, means)
     used.handles += [
         *means.watch(), model.register_forward_hook(means), model.register_forward_hook(order),
-        model.register_forward_pre_hook(means.check_finished, prepend=True),
+        model.register_forward_pre_hook(means.check_finished, prepend=True), model.register_forward_hook(_let_go),
     ]  # fmt: skip
     used.follow_steps()
     return used
+
+
+def _let_go(model: Any, args: Any, output: Any) -> None:
+    """Let go of what is outside of blocks, too, if no backward will: an optimizer may be made before the next call."""
+    if not torch.is_grad_enabled():
+        model.reshard()
 
 
 def _give_memory(one: Replaced, device: torch.device) -> None:

@@ -146,6 +146,8 @@ def train_on_ranks(name, sharded):
     stages = tuple(Stage(paths=(f"layers.{index}",)) for index in range(3)) if sharded and name == "layers" else ()
     before, kind = (list(model.state_dict()), list(model.parameters()), list(model.modules())), type(model)
     autoshard.apply(model, plan_for(model, batches[0], count, sharded, stages))
+    with torch.no_grad():
+        model(**own_rows(batches[0]))  # as before training begins; the optimizer is made afterwards
     losses, gradients = steps(model, [own_rows(given) for given in batches])
     if dist.get_rank() == 0 and not sharded:  # without gradients nobody else has to take part
         with torch.no_grad():
