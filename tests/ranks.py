@@ -89,6 +89,20 @@ def run_ranks(function, count, *args, **settings):
     return source().call(_run_ranks, function, count, args, **settings)
 
 
+def exit_codes(function, *calls):
+    """How processes end that call the function, each with arguments of its own; negative for a signal."""
+    return source().call(_exit_codes, function, calls)
+
+
+def _exit_codes(function, calls):
+    processes = [context.Process(target=function, args=args) for args in calls]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    return [process.exitcode for process in processes]
+
+
 def run_jobs(jobs):
     """What several functions give in one launch: name -> (function, *arguments) becomes name -> result."""
     return {name: function(*arguments) for name, (function, *arguments) in jobs.items()}

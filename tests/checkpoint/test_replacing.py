@@ -1,7 +1,6 @@
 """A save that is stopped by an error, a full disk or a kill at any moment leaves the old checkpoint or the new one."""
 
 import contextlib
-import multiprocessing
 import os
 import resource
 import signal
@@ -18,10 +17,8 @@ from autoshard.errors import CheckpointError, RankError
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts
 from tests.checkpoint.directories import contents
-from tests.ranks import run_ranks
+from tests.ranks import exit_codes, run_ranks
 from tests.runtime.cut_models import CASES
-
-_context = multiprocessing.get_context("forkserver")
 
 
 def make(value, layers=4):
@@ -35,15 +32,6 @@ def make(value, layers=4):
 
 def save(model, path):
     autoshard.save(model, path, max_shard_size="8KiB")
-
-
-def in_process(function, *args):
-    """Call a function in another process, which it may end; returns the exit code, negative for a signal."""
-    process = _context.Process(target=function, args=args)
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode
 
 
 def old_and_new(folder):
@@ -108,7 +96,7 @@ def kill_at(step):
 
 @pytest.mark.parametrize("exchange", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_killed_at_every_step(exchange, tmp_path):
-    assert in_process(killed_at_every_step, tmp_path, exchange) == 0
+    assert exit_codes(killed_at_every_step, (tmp_path, exchange))[0] == 0
 
 
 def save_often(path, value, times):
@@ -122,12 +110,8 @@ def test_several_processes_save_to_one_place(tmp_path):
     for value in (1.0, 2.0, 3.0):
         save(make(value), tmp_path / "expected")
         expected.append(contents(tmp_path / "expected"))
-    processes = [_context.Process(target=save_often, args=(tmp_path / "out", value, 3)) for value in (1.0, 2.0, 3.0)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0, 0]
+    calls = [(tmp_path / "out", value, 3) for value in (1.0, 2.0, 3.0)]
+    assert exit_codes(save_often, *calls) == [0, 0, 0]
     assert contents(tmp_path / "out") in expected
     assert sorted(os.listdir(tmp_path)) == ["expected", "out"]
 
@@ -144,9 +128,9 @@ def save_on_a_full_disk(path):
 def test_a_full_disk(tmp_path):
     save(make(1.0), tmp_path / "out")
     old = contents(tmp_path)
-    assert in_process(save_on_a_full_disk, tmp_path / "out") == 0
+    assert exit_codes(save_on_a_full_disk, (tmp_path / "out",))[0] == 0
     assert contents(tmp_path) == old
-    assert in_process(save_on_a_full_disk, tmp_path / "new") == 0
+    assert exit_codes(save_on_a_full_disk, (tmp_path / "new",))[0] == 0
     assert contents(tmp_path) == old
 
 
