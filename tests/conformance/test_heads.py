@@ -33,7 +33,7 @@ def grouped(heads, groups):
 
 def fused(heads):
     """One key and value head for all, in one matrix with the queries."""
-    config = {**TEXT, "hidden_size": heads * HEAD, "num_hidden_layers": 1, "num_attention_heads": heads,
+    config = {**TEXT, "hidden_size": heads * HEAD, "num_hidden_layers": 2, "num_attention_heads": heads,
               "multi_query": True, "new_decoder_architecture": False, "alibi": False}  # fmt: skip
     torch.manual_seed(0)
     return energise(build("FalconForCausalLM", "FalconConfig", config))

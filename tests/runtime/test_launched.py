@@ -71,8 +71,8 @@ class Scalars(Decoder):
 
 def decoder(dtype=torch.float32):
     torch.manual_seed(0)
-    model = Scalars(32, 2, 4, WORDS)
-    model.layers = nn.ModuleList(Shifted(32, 4) for _ in range(2))
+    model = Scalars(32, 3, 4, WORDS)
+    model.layers = nn.ModuleList(Shifted(32, 4) for _ in range(3))
     return model.to(dtype)
 
 
@@ -105,13 +105,9 @@ def completed(text, model, inputs):
     return again
 
 
-adamw = functools.partial(torch.optim.AdamW, lr=0.01, eps=1e-6)  # numbers below are rounding
-momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)  # torch lays out few of its ops on sharded tensors
-
-
-def train(model, ids, steps=3, micro_batch=None, optimizer=adamw):
-    """Losses and norms of some steps with clipping, the gradients of the first, and the parameters."""
-    optimizer = optimizer(model.parameters())
+def train(model, ids, steps=3, micro_batch=None):
+    """Losses and norms of some steps of AdamW with clipping, the gradients of the first, and the parameters."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-6)  # numbers below are rounding
     losses, norms, gradients = [], [], {}
     for step in range(steps):
         if step != 1:
@@ -165,13 +161,13 @@ def relative(found, expected):
     return max(abs(one - other) / other for one, other in zip(found, expected, strict=True))
 
 
-def trained(make, plan, ids, sharing=1, watched=None, optimizer=momentum):
+def trained(make, plan, ids, sharing=1, watched=None):
     """How far three steps are from those of one process that has all samples; what a rank has of the parameters.
 
     `sharing`: how many ranks have the same samples; `watched`: a module, of which the length of its input is told.
     """
     plan = Plan.from_json(plan) if isinstance(plan, str) else plan
-    expected, model = train(make(), ids, optimizer=optimizer), make()
+    expected, model = train(make(), ids), make()
     dtypes = {one.dtype for one in model.parameters()}
     whole = sum(one.numel() for one in model.parameters())
     autoshard.apply(model, plan, inputs={"ids": ids, "labels": ids})
@@ -180,8 +176,7 @@ def trained(make, plan, ids, sharing=1, watched=None, optimizer=momentum):
     module, lengths = model.get_submodule(watched) if watched else None, set()
     if module is not None:
         module.register_forward_pre_hook(lambda module, args: lengths.add(args[0].shape[1]))
-    part = own_part(ids, sharing)
-    losses, norms, gradients, values = train(model, part, micro_batch=plan.micro_batch, optimizer=optimizer)
+    losses, norms, gradients, values = train(model, own_part(ids, sharing), micro_batch=plan.micro_batch)
     assert {one.dtype for one in gradients.values()} == stored
     means = torch.tensor(losses, dtype=torch.float64)
     dist.all_reduce(means)
@@ -242,8 +237,7 @@ def steps_on(size, slow):
     for name, (mesh, wishes) in CASES.items():
         if size_of(mesh) == size and (name in SLOW) == slow:
             plan = completed(plan_for(mesh, size, precision="full", **wishes), decoder(), {"ids": ids, "labels": ids})
-            optimizer = adamw if size == 2 else momentum
-            jobs[name] = trained, decoder, plan, ids, plan.mesh.tp, None, optimizer
+            jobs[name] = trained, decoder, plan, ids, plan.mesh.tp
     if "columns" in jobs:
         jobs[other_inputs] = other_inputs, jobs["columns"][2]
     if size == 2:
@@ -287,7 +281,7 @@ def other_inputs(plan):
 def interrupted(text):
     """A backward that an error ended leaves gradients behind. Applied again, with other parameters, it is well."""
     plan, model, ids = Plan.from_json(text), decoder(), samples()
-    expected = train(decoder(), ids, optimizer=momentum)
+    expected = train(decoder(), ids)
     loss = autoshard.apply(model, plan)(ids, labels=ids)
     handle = model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -298,7 +292,7 @@ def interrupted(text):
     model.zero_grad()
     gc.disable()  # what was noted before is of no matter, collected or not
     autoshard.apply(model, plan)
-    found = train(model, ids, micro_batch=plan.micro_batch, optimizer=momentum)
+    found = train(model, ids, micro_batch=plan.micro_batch)
     gc.enable()
     return loss.item() - expected[0][0], largest_error(found[3], expected[3])
 
@@ -347,11 +341,11 @@ def test_sharded_training():
     """In one launch: what is computed again, gradients of accumulated parts, and 16 bits.
 
     Computed again are all products of a layer but the last, which backward does not need, or the second and fourth of
-    its six. Two parts in 2**8 of bfloat16, through two layers, are 6 % of the largest number of a gradient.
+    its six. Two parts in 2**8 of bfloat16, through three layers, are 5 % of the largest number of a gradient.
     """
     texts = {one: plan_for("fsdp=2", 2, recompute=one, micro_batch=1) for one in ("none", "selective", "full")}
     plans = {name: Plan.from_json(text) for name, text in texts.items()}
-    plans["one full"] = replace(plans["full"], kept_layers=1)
+    plans["one full"] = replace(plans["full"], kept_layers=2)
     lowered = functools.partial(decoder, torch.bfloat16)
     jobs = {name: (backward_flops, plan) for name, plan in plans.items()}
     jobs["accumulated"] = (accumulated, texts["none"])
@@ -368,15 +362,15 @@ def test_sharded_training():
     square, wide = 2 * 32 * 32, 2 * 32 * 128
     for found in run_ranks(run_jobs, 2, jobs):
         none, selective, full, one_full = (found[name] for name in plans)
-        assert full - none == 2 * LENGTH * (4 * square + wide)
-        assert selective - none == 2 * LENGTH * 2 * square
-        assert full - none == 2 * (one_full - none)
+        assert full - none == 3 * LENGTH * (4 * square + wide)
+        assert selective - none == 3 * LENGTH * 2 * square
+        assert full - none == 3 * (one_full - none)
         assert found["accumulated"] == [True, True, False]
         assert found["interrupted"] == pytest.approx((0, 0), abs=1e-4)
         assert found["float64"]["stored"] == {torch.float64} and found["float64"]["gradients"] < 1e-12
         for mesh in ("fsdp=2", "dp=2"):
             assert found[mesh]["stored"] == {torch.float32}
-            assert found[mesh]["losses"] < 0.01 and found[mesh]["gradients"] < 0.06, found
+            assert found[mesh]["losses"] < 0.01 and found[mesh]["gradients"] < 0.05, found
 
 
 def answered(text):

@@ -288,7 +288,7 @@ def mixed(name, plan):
 def test_what_stages_are_not_trained_with_is_refused():
     text = plan_for("decoder", "fsdp=2,pp=2")
     plan = Plan.from_json(text)
-    assert plan.layers == tuple(f"layers.{index}" for index in range(2))
+    assert plan.layers == tuple(f"layers.{index}" for index in range(3))
     older = dataclasses.replace(plan, layers=())
     assert "names no layers to gather one by one" in refused(older.to_json())
     apart = dataclasses.replace(plan, schedule="zero-bubble")
@@ -302,8 +302,8 @@ def test_what_stages_are_not_trained_with_is_refused():
 @sharded_replicas
 def test_layers_that_share_parameters_are_refused():
     sharing, plan = decoder(), Plan.from_json(plan_for("decoder", "fsdp=2,pp=2"))
-    sharing.layers[1].shift = sharing.layers[0].shift
-    with pytest.raises(PlanError, match=re.escape("layers.1.shift is a parameter of layers.0 and of layers.1")):
+    sharing.layers[2].shift = sharing.layers[0].shift
+    with pytest.raises(PlanError, match=re.escape("layers.2.shift is a parameter of layers.0 and of layers.2")):
         sharded.check_shardable(sharing, plan)
 
 

@@ -181,10 +181,10 @@ EXPECTED = {
 def test_steps_are_those_of_one_process(kinds):
     """Sums in another order: 1e-5 in float32. Lengths that can't be divided are for evaluation."""
     plans = plans_of(kinds)
-    if Flat in plans:
-        undivided = replace(plans[Flat], sequence_parallel=False, cuts=())
-        plans["whole"] = completed(undivided.to_json(), made(Flat), {"ids": IDS})
-    jobs = {kind: (compared, Flat if kind == "whole" else kind, plan) for kind, plan in plans.items()}
+    if Block in plans:
+        undivided = replace(plans[Block], sequence_parallel=False, cuts=())
+        plans["whole"] = completed(undivided.to_json(), made(Block), {"ids": IDS})
+    jobs = {kind: (compared, Block if kind == "whole" else kind, plan) for kind, plan in plans.items()}
     for found in run_ranks(run_jobs, 2, jobs):
         for kind, (error, counts, said) in found.items():
             assert error < 1e-5 and counts == EXPECTED[kind], (kind, error, counts)

@@ -54,7 +54,7 @@ def test_equal_to_brute_force_where_that_is_promised_and_near_elsewhere() -> Non
     """Nothing that fits is missed; with links that differ, or several ties, few are worse by more than 5 %."""
     worse, elsewhere = 0, 0
     seen = dict.fromkeys(("plans", "refusals", "ties", "pins", "per pair", "skips", "loops", "several"), 0)
-    for seed in (*range(500), *range(1_000, 1_040)):
+    for seed in range(1_040):
         chain, objective = random_chain(seed, **FOUR if seed >= 1_000 else {}), OBJECTIVES[seed % 3]
         best, found = best_of_all(chain, objective), solve(chain, objective)
         seen["refusals" if found is None else "plans"] += 1
@@ -74,8 +74,8 @@ def test_equal_to_brute_force_where_that_is_promised_and_near_elsewhere() -> Non
         seen["skips"] += bool((chain.edge_unit > makers + 1).any())
         seen["loops"] += bool((chain.edge_unit < makers).any())
         seen["several"] += len(set(found.assignment)) > 1
-    assert all(count >= 15 for count in seen.values()), f"a feature was hardly tried: {seen}"
-    assert elsewhere > 80 and worse <= 0.1 * elsewhere, (worse, elsewhere)
+    assert all(count >= 30 for count in seen.values()), f"a feature was hardly tried: {seen}"
+    assert elsewhere > 100 and worse <= 0.1 * elsewhere, (worse, elsewhere)
 
 
 def test_a_device_that_only_has_pinned_units_counts_in_the_bottleneck() -> None:
