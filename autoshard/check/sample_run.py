@@ -23,6 +23,7 @@ from autoshard.axes.walk import where
 from autoshard.capture.call_log import CallLog, Opaque, Ref, TooManyOps, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
 from autoshard.capture.guards import Guard
+from autoshard.check.alike import first_difference, first_out_of_line, first_uneven, is_same
 from autoshard.check.functions import keeps_apart
 from autoshard.check.inputs import NotRun, Padded, is_mask, starts
 from autoshard.check.records import (
@@ -32,10 +33,6 @@ from autoshard.check.records import (
     Mixed,
     Question,
     RecordedSamples,
-    first_difference,
-    first_out_of_line,
-    first_uneven,
-    is_same,
     left_by_parts,
     record_samples,
 )
