@@ -5,9 +5,10 @@ What is in `torch._C` is checked to exist when this is imported; what is in othe
 """
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, reduce
 from operator import or_
 from typing import Any
@@ -293,6 +294,12 @@ def run_composite(op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     tracked = op.has_kernel_for_dispatch_key(keys.ADInplaceOrView)
     with torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, tracked):
         return op.redispatch(torch.DispatchKeySet(keys.CPU), *args, **kwargs)
+
+
+def uncompiled() -> Any:
+    """A context in which what is compiled runs as it is written."""
+    is_loaded = "torch._dynamo" in sys.modules  # else nothing is compiled, and the compiler takes seconds to import
+    return torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
 
 
 def fake_from_meta(mode: FakeTensorMode, meta: torch.Tensor) -> FakeTensor:

@@ -72,7 +72,7 @@ VALUE_ERRORS = (ValueNeeded, DataDependentOutputException, DynamicOutputShapeExc
 @contextmanager
 def silenced() -> Iterator[None]:
     """Inside, fake tensors print no tracebacks of errors that are handled."""
-    talk = logging.getLogger("torch._subclasses.fake_tensor")
+    talk = logging.getLogger(FakeTensor.__module__)
     before, talk.disabled = talk.disabled, True
     try:
         yield

@@ -2,7 +2,7 @@
 
     if (lengths > limit).any(): raise ValueError(…)        passes where no element is above the limit
     assert mask.all()                                      passes where all elements are true
-    torch._check_tensor_all_with(…, lengths <= limit)      the same, asked by torch
+    torch's own check of lengths <= limit                  the same, asked in a function of torch
     assert lengths.max().item() <= limit                   passes where the number that is read is at most another one
     check(count == 4, f"{count} of 4")                     the number of a text that is handed on with such a question
 

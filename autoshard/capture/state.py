@@ -15,7 +15,6 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from operator import is_not
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeVar
@@ -23,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autoshard.torch_private import no_modes
+from autoshard.torch_private import no_modes, uncompiled
 
 Made = TypeVar("Made")
 _CLOSED = frozenset(sys.stdlib_module_names) | {"torch", "numpy", "autoshard", "pytest", "_pytest"}
@@ -194,9 +193,8 @@ def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
     What is compiled runs as it is written: torch would compile a recording, with all that records.
     """
     state = ModelState(model, given)
-    compiles = "torch._dynamo" in sys.modules  # which takes seconds to import
     try:
-        with torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        with uncompiled():
             return contextvars.copy_context().run(run)
     finally:
         state.put_back()

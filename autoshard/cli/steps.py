@@ -1,7 +1,6 @@
 """Steps that several commands take: options to devices, TARGET to a model, the model to a profile."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -68,8 +67,6 @@ def profile_of(target: "Target") -> "Profile":
 @contextlib.contextmanager
 def capturing(target: "Target", what: str = "running the model without its weights") -> Iterator[None]:
     """Say that the model runs, and add to what goes wrong how to help."""
-    # What torch logs about a failing op is in the error already.
-    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
     try:
         with step(what):
             yield
