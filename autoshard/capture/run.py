@@ -28,11 +28,11 @@ from autoshard.capture.observe import Observer
 from autoshard.capture.record import Recorder
 from autoshard.capture.sites import Sites
 from autoshard.capture.sources import DeviceSources
-from autoshard.capture.state import undisturbed
 from autoshard.capture.threads import watched_threads
 from autoshard.capture.user_code import drop_frames
 from autoshard.common.collector import no_collection
 from autoshard.common.fingerprint import fingerprint
+from autoshard.common.model_state import undisturbed
 from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload

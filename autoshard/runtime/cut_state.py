@@ -28,6 +28,7 @@ class CutRecord:
         partial: name of a parameter -> how its gradient is summed: None all of it, else the cut whose replicated
             indices are.
         scales, handles: undo the integers and the hooks.
+        caches: of functions that the model calls, where this process has all ranks.
         output_device: where this process computes, None where the model was.
         gathered: its parameters are sharded as well, and gathered for their use.
     """
@@ -40,6 +41,7 @@ class CutRecord:
     partial: dict[str, CutTensor | None]
     scales: list[Old] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
+    caches: list[Any] = field(default_factory=list)
     output_device: torch.device | None = None
     gathered: bool = False
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.common.fingerprint import fingerprint
+from autoshard.common.model_state import emptied_caches, forget_tensors
 from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
@@ -97,6 +98,8 @@ def apply_cuts(
                 loader.fill(model, ready.record)
                 empty = [name for name, place in ready.record.devices.items() if place == META and name not in absent]
                 ready.record.devices.update(dict.fromkeys(empty, CPU))
+            if isinstance(ranks, LocalRanks):
+                ready.record.caches = emptied_caches(model)
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready, results)
     except BaseException:
@@ -260,7 +263,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         for path, module in model.named_modules():
             if path not in inside:
                 if path:
-                    first = partial(_begin_alone, ready.record.ranks.devices)
+                    first = partial(_begin_alone, ready.record)
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(_leave, always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
@@ -318,25 +321,25 @@ class Arrive:
             )
         if left := running():  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
-        return _begin(module, devices, args, kwargs)
+        return _begin(record, module, args, kwargs)
 
 
-def _begin_alone(
-    devices: Sequence[torch.device], module: nn.Module, args: tuple, kwargs: dict
-) -> tuple[tuple, dict] | None:  # fmt: skip
+def _begin_alone(record: CutRecord, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """Pre-hook of other modules: one called while no forward of the root runs is a forward on all ranks by itself.
 
     As `generate()` calls an encoder, or a tower. A layer that is recomputed in backward is given tensors of all ranks.
     """
-    return None if running() is not None or not _ordinary(args, kwargs) else _begin(module, devices, args, kwargs)
+    return None if running() is not None or not _ordinary(args, kwargs) else _begin(record, module, args, kwargs)
 
 
 def _ordinary(args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return [tensor for _, tensor in tensors_in((args, kwargs)) if not isinstance(tensor, RankTensor)]
 
 
-def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _begin(record: CutRecord, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Enter a forward of `module` on all ranks of this process, and return its arguments, given to each of them."""
+    assert isinstance(record.ranks, LocalRanks)
+    devices = record.ranks.devices
     ordinary = _ordinary(args, kwargs)
     made: dict[int, torch.Tensor] = {}  # what is given twice stays one tensor
     for tensor in ordinary:
@@ -345,7 +348,7 @@ def _begin(module: nn.Module, devices: Sequence[torch.device], args: tuple, kwar
     given = map_tensors((args, kwargs), lambda tensor: made.get(id(tensor), tensor))
     output_device = ordinary[0].device if ordinary else devices[0]
     mode = RanksMode(devices, output_device, module)
-    mode.given = Given(*given)
+    mode.given, mode.caches = Given(*given), record.caches
     mode.__enter__()
     return given
 
@@ -356,6 +359,7 @@ def _leave(module: nn.Module, args: tuple, result: Any) -> Any:
     if mode is None or mode.began is not module:
         return None
     mode.__exit__(None, None, None)
+    forget_tensors(mode.caches)  # other models may call the same functions
     if result is not None:
         mode.given.check(type(module).__name__, OF_RANKS)
     return map_tensors(result, lambda tensor: collect(tensor, mode.output_device))

@@ -239,7 +239,7 @@ class RanksMode(DispatchMode):
     """While entered, new tensors are made on every rank, so that the model's code may write cut tensors into them.
 
     `output_device`: where the inputs came from, and the outputs go. `began`: the module that was called from
-    outside; `given`: lists and dicts that it was given.
+    outside; `given`: lists and dicts that it was given; `caches`: of functions that it calls.
     """
 
     def __init__(self, devices: Sequence[torch.device], output_device: torch.device, began: Any = None) -> None:
@@ -248,6 +248,7 @@ class RanksMode(DispatchMode):
         self.output_device = output_device
         self.began = began
         self.given = Given((), {})
+        self.caches: list[Any] = []
 
     def __enter__(self) -> "RanksMode":
         self.around, _running.mode = running(), self

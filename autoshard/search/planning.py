@@ -64,7 +64,7 @@ def _made(request: Request, strategy: str) -> Plan:
     if strategy not in makers:
         return place(request, strategy)
     _check_usable(request, strategy)
-    from autoshard.capture.state import undisturbed
+    from autoshard.common.model_state import undisturbed
 
     return _compared(undisturbed(request.model, request.inputs, lambda: makers[strategy](request)), request)
 
@@ -75,7 +75,7 @@ def _compared(plan: Plan, request: Request) -> Plan:
     A forward that writes into tensors which are no state of the model is not run: nobody would write them back.
     """
     from autoshard.axes.given import writes_elsewhere
-    from autoshard.capture.state import undisturbed
+    from autoshard.common.model_state import undisturbed
     from autoshard.verify.planned import numbers_against
 
     model, inputs, flops = request.model, request.inputs, request.profile.flops
@@ -152,7 +152,7 @@ def largest_plan(
 
 def compare(request: Request) -> "Comparison":
     """Make the best plan of every strategy and price all of them. Raises `PlanError` if none is possible."""
-    from autoshard.capture.state import undisturbed
+    from autoshard.common.model_state import undisturbed
     from autoshard.strategies.compare import compare as price_all
 
     def compared() -> "Comparison":

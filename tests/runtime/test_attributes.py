@@ -1,6 +1,7 @@
 """What models keep in attributes: flags, tables, a device, and what forwards leave there: as it was, or refused."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -279,3 +280,49 @@ def test_replicas_have_the_attributes_of_weights_as_they_are_now(devices):
                 one.up.weight.scale = scale
         with torch.no_grad():
             torch.testing.assert_close(model(x), twin(x))
+
+
+@functools.lru_cache(maxsize=8)
+def waves(frequencies, length):
+    """A table whose key is a buffer, which is the same object wherever it is moved."""
+    return torch.arange(length, device=frequencies.device)[:, None] * frequencies
+
+
+@functools.lru_cache(maxsize=8)
+def steps(length, device):
+    return torch.arange(1, length + 1, device=device)[:, None] / length
+
+
+class UsesCaches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("frequencies", torch.rand(WIDTH))
+
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def backwards(self, length):
+        return torch.arange(length - 1, -1, -1, device=self.frequencies.device)
+
+    def forward(self, x):
+        length = x.shape[1]
+        x = (x + waves(self.frequencies, length) * steps(length, x.device))[:, self.backwards(length)]
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def test_caches_of_functions_are_empty_of_tensors_after_apply_and_remove_and_after_calls_of_cut_models():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(UsesCaches(), UsesCaches()), torch.randn(4, 6, WIDTH)
+    asked = {
+        "column-parallel": {"objective": "memory"}, "balanced": {"pins": {"0": "cpu:0", "1": "cpu:1"}},
+        "pipeline": {"num_microbatches": 2}, "data-parallel": {},
+    }  # fmt: skip
+    with torch.no_grad(), autoshard.simulate(DEVICES):
+        expected = model(x)
+        for strategy in (*asked, "column-parallel"):
+            plan = autoshard.plan(model, DEVICES, inputs=x, strategy=strategy, **asked[strategy])
+            autoshard.apply(model, plan)
+            torch.testing.assert_close(model(x), expected)
+            if plan.cuts:
+                assert not steps.cache_info().currsize  # another model would be given the tensors of all ranks
+            autoshard.remove(model)
+            assert torch.equal(model(x), expected), strategy

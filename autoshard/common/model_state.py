@@ -127,8 +127,7 @@ class ModelState:
 
     def _cache(self, item: Any) -> tuple:
         """A cache that has tensors begins empty, so that all runs compute them, whatever the user ran before."""
-        if _have_tensors(gc.get_referents(item)):
-            item.cache_clear()
+        forget_tensors([item])
         self._caches.append((item, item.cache_info().misses))
         return ()
 
@@ -184,7 +183,11 @@ class ModelState:
                 if tensor.is_leaf and tensor.grad is not grad:
                     tensor.grad = grad
         torch.set_default_dtype(self._dtype)
-        self._kinds.clear()  # its functions hold this, and this all it found
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Leave no cycle of references: functions of `_kinds` hold this, and this all it found."""
+        self._kinds.clear()
 
 
 def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
@@ -198,6 +201,23 @@ def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
             return contextvars.copy_context().run(run)
     finally:
         state.put_back()
+
+
+def emptied_caches(model: nn.Module) -> list[Any]:
+    """The caches of functions that a model calls, without the tensors that they had.
+
+    A model that was moved would be given those of the devices where it was.
+    """
+    state = ModelState(model, None)
+    state.let_go()
+    return [cache for cache, _ in state._caches]
+
+
+def forget_tensors(caches: Iterable[Any]) -> None:
+    """Empty the caches that have tensors."""
+    for cache in caches:
+        if _have_tensors(gc.get_referents(cache)):
+            cache.cache_clear()
 
 
 @functools.cache
