@@ -83,20 +83,30 @@ def after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def _table(method: str) -> str:
-    """The attribute in which modules keep the hooks that one of their methods registers: found in a fresh one."""
+def _table(kind: type, method: str, *given: Any) -> str:
+    """The dict or set in which modules keep what one of their methods registers: found in a fresh one."""
     fresh = torch.nn.Module()
-    getattr(fresh, method)(_table)
-    (name,) = [name for name, value in vars(fresh).items() if isinstance(value, dict) and value]
+    getattr(fresh, method)(*given)
+    (name,) = [name for name, value in vars(fresh).items() if isinstance(value, kind) and value]
     return name
 
 
-_BACKWARD = _table("register_full_backward_pre_hook"), _table("register_full_backward_hook")
-_FORWARD = _table("register_forward_pre_hook"), _table("register_forward_hook")
+def _hooks(method: str) -> str:
+    return _table(dict, method, _hooks)
+
+
+_BACKWARD = _hooks("register_full_backward_pre_hook"), _hooks("register_full_backward_hook")
+_FORWARD = _hooks("register_forward_pre_hook"), _hooks("register_forward_hook")
 _STATE_DICT = (
-    _table("register_state_dict_pre_hook"), _table("register_load_state_dict_pre_hook"),
-    _table("register_load_state_dict_post_hook"),
+    _hooks("register_state_dict_pre_hook"), _hooks("register_load_state_dict_pre_hook"),
+    _hooks("register_load_state_dict_post_hook"),
 )  # fmt: skip
+_UNSAVED = _table(set, "register_buffer", "buffer", None, False)
+
+
+def unsaved_buffers(module: torch.nn.Module) -> Any:
+    """The names of a module's own buffers that its state dict leaves out."""
+    return getattr(module, _UNSAVED)
 
 
 def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:

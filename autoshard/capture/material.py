@@ -1,13 +1,14 @@
 """What stands in for a model's tensors while it is captured: fake ones, or copies."""
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn
 
 from autoshard.capture.fake import REAL_ELEMENTS, SMALL_FLOATS, FakeFloats, ValueEngine
-from autoshard.common.packed import is_packed, own_attributes, repacked
+from autoshard.common.own_tensors import own_tensors, put_tensor
+from autoshard.common.packed import PARAMETER_MARKS, is_packed, own_attributes, repacked
 from autoshard.torch_private import FakeTensor
 
 Storages = dict[torch.UntypedStorage, torch.UntypedStorage]
@@ -30,11 +31,8 @@ def put_placeholders(model: nn.Module, make: Make) -> None:
         return made[id(tensor)]
 
     for module in list(model.modules()):
-        tables: tuple[tuple[Any, Kind], ...] = ((module._parameters, "parameter"), (module._buffers, "buffer"))
-        for table, kind in tables:
-            for name, tensor in table.items():
-                if tensor is not None:
-                    table[name] = placeholder(tensor, kind)
+        for name, tensor, kind in list(own_tensors(module)):
+            put_tensor(module, name, placeholder(tensor, kind), kind)
         for name, value in list(vars(module).items()):
             if isinstance(value, torch.Tensor):
                 vars(module)[name] = placeholder(value, "attribute")
@@ -105,7 +103,7 @@ def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if isinstance(made, FakeTensor):
         made.requires_grad_(original.requires_grad)
         if isinstance(original, nn.Parameter):
-            made._is_param = True
+            vars(made).update(PARAMETER_MARKS)
     elif isinstance(original, nn.Parameter):
         made = nn.Parameter(made, requires_grad=original.requires_grad)
     elif original.requires_grad:
@@ -113,5 +111,5 @@ def _dress(made: torch.Tensor, original: torch.Tensor) -> torch.Tensor:
     if is_packed(original):
         vars(made).update(own_attributes(original))
     elif not isinstance(original, FakeTensor):
-        vars(made).update({name: value for name, value in vars(original).items() if name != "_is_param"})
+        vars(made).update({name: value for name, value in vars(original).items() if name not in PARAMETER_MARKS})
     return made

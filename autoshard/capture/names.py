@@ -1,13 +1,11 @@
 """The module and tensor tables of a graph: who is called what, and who is tied to whom."""
 
-from typing import Any, Literal
-
 from torch import nn
 
 from autoshard.capture.graph import ModuleInfo
 from autoshard.common.module_paths import is_container, join
+from autoshard.common.own_tensors import Kind, own_tensors
 
-Kind = Literal["parameter", "buffer"]
 Row = tuple[str, str, Kind]
 
 
@@ -36,9 +34,5 @@ def tensor_rows(model: nn.Module) -> list[Row]:
     rows: list[Row] = []
     for path, module in model.named_modules(remove_duplicate=False):
         owner = first.setdefault(id(module), path)
-        kinds: tuple[tuple[Any, Kind], ...] = ((module._parameters, "parameter"), (module._buffers, "buffer"))
-        for table, kind in kinds:
-            for name, tensor in table.items():
-                if tensor is not None:
-                    rows.append((join(path, name), owner, kind))
+        rows += [(join(path, name), owner, kind) for name, _, kind in own_tensors(module)]
     return rows

@@ -33,6 +33,7 @@ from autoshard.capture.user_code import drop_frames
 from autoshard.common.collector import no_collection
 from autoshard.common.fingerprint import fingerprint
 from autoshard.common.model_state import undisturbed
+from autoshard.common.own_tensors import OF_EVERY_MODULE, own_tensors, put_tensor
 from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
@@ -196,7 +197,7 @@ def _kept(model: nn.Module, recorder: Recorder) -> frozenset[int]:
     log = recorder.log
     held = [
         item for module in model.modules() for name, item in vars(module).items()
-        if name not in ("_parameters", "_buffers", "_modules") and isinstance(item, (torch.Tensor, list, tuple, dict))
+        if name not in OF_EVERY_MODULE and isinstance(item, (torch.Tensor, list, tuple, dict))
     ]  # fmt: skip
     values = [value for tensor in nested.flat_tensors(held) if (value := log.find(tensor)) is not None]
     storages = {log.storage_of_value(value) for value in values}
@@ -309,15 +310,13 @@ def applied_to_placeholders() -> Iterator[None]:
             return apply(self, fn, recurse)
         for child in self.children() if recurse else ():
             child._apply(fn)
-        for table in (self._parameters, self._buffers):
-            for name, tensor in table.items():
-                if tensor is None:
-                    continue
-                with torch.no_grad():
-                    changed = fn(tensor)
-                if changed is not tensor:
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    table[name] = nn.Parameter(changed, tensor.requires_grad) if is_parameter else changed
+        for name, tensor, kind in list(own_tensors(self)):
+            with torch.no_grad():
+                changed = fn(tensor)
+            if changed is not tensor:
+                if isinstance(tensor, nn.Parameter):
+                    changed = nn.Parameter(changed, tensor.requires_grad)
+                put_tensor(self, name, changed, kind)
         return self
 
     nn.Module._apply = plain_apply  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from torch import nn
 
 from autoshard.common.module_paths import join
 from autoshard.common.packed import is_packed, named_stored, stored_tensors
+from autoshard.torch_private import unsaved_buffers
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -20,7 +21,7 @@ def fingerprint(model: nn.Module) -> str:
     unsaved = {
         join(path, name)
         for path, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in unsaved_buffers(module)
     }
     tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for name, buffer in model.named_buffers(remove_duplicate=False):

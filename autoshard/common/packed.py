@@ -12,6 +12,15 @@ from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
+from torch import nn
+
+
+class _Other(torch.Tensor):
+    """Tensors of any class but torch's own."""
+
+
+PARAMETER_MARKS = dict(vars(nn.Parameter(torch.empty(0).as_subclass(_Other), requires_grad=False)))
+"""The attributes by which torch knows that a tensor of another class is a parameter."""
 
 
 @cache
@@ -59,5 +68,5 @@ def repacked(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor
 
 def own_attributes(tensor: torch.Tensor) -> dict[str, object]:
     """What users put on a tensor object: its attributes less those that its type keeps."""
-    kept = set(vars(tensor.detach())) | {"_is_param"}
+    kept = vars(tensor.detach()).keys() | PARAMETER_MARKS.keys()
     return {name: value for name, value in vars(tensor).items() if name not in kept}

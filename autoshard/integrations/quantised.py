@@ -61,7 +61,7 @@ def quantise(model: nn.Module, config: Any) -> frozenset[str]:
     packed = {name: _packed(tensors[name].detach(), config) for name in _chosen(model, config)}
     for name, weight in packed.items():
         path, _, own = name.rpartition(".")
-        model.get_submodule(path)._parameters[own] = nn.Parameter(weight, requires_grad=False)
+        setattr(model.get_submodule(path), own, nn.Parameter(weight, requires_grad=False))
     return frozenset(packed)
 
 

@@ -10,6 +10,7 @@ from autoshard.checkpoint.boxes import Box
 from autoshard.checkpoint.data import Checkpoint, Source
 from autoshard.checkpoint.reading import read_into
 from autoshard.checkpoint.traced import META, TracedTensor
+from autoshard.common.own_tensors import own_tensors, put_tensor
 from autoshard.errors import CheckpointError
 from autoshard.runtime.moves import named_tensors
 
@@ -51,9 +52,8 @@ def leave_unfilled(model: nn.Module, checkpoint: Checkpoint) -> Unfilled:
             empty = torch.empty_like(tensor.plain, memory_format=torch.contiguous_format, device=META)
             made[id(tensor)] = nn.Parameter(empty, requires_grad=tensor.requires_grad)
     for module in model.modules():
-        for registered in (module._parameters, module._buffers):
-            for name, value in registered.items():
-                if id(value) in made:
-                    registered[name] = made[id(value)]  # type: ignore[assignment]
+        for name, value, kind in list(own_tensors(module)):
+            if id(value) in made:
+                put_tensor(module, name, made[id(value)], kind)
     rest = {name: source for name, source in sources.items() if name not in buffers}
     return Unfilled(model=model, checkpoint=checkpoint, sources=rest)

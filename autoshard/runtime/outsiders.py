@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from autoshard.common.collector import all_listed
+from autoshard.common.own_tensors import tables
 from autoshard.errors import ApplyError
 from autoshard.runtime.rank_tensor import NESTED
 
@@ -38,8 +39,8 @@ def _held_elsewhere(model: nn.Module, tensors: Mapping[str, torch.Tensor], names
     """
     alone = {"": torch.empty(0)}
     usual = sys.getrefcount(alone[""])
-    tables = [table for module in model.modules() for table in (module._parameters, module._buffers)]
-    distinct = {id(table): table for table in tables}.values()  # shallow copies of a module share its tables
+    # shallow copies of a module share its tables
+    distinct = {id(table): table for module in model.modules() for table in tables(module)}.values()
     slots = Counter(id(tensor) for table in distinct for tensor in table.values())
     times = Counter(id(tensor) for tensor in tensors.values())
     return {
@@ -53,13 +54,12 @@ def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | No
     """The name of a tensor that a module outside of `model` has, and the class of that."""
     inside = list(model.modules())
     # shallow copies of a module share its tables
-    known = {id(one) for module in inside for one in (module, module._parameters, module._buffers)}
+    known = {id(one) for module in inside for one in (module, *tables(module))}
     everything = gc.get_objects()
     kinds = {kind for kind in set(map(type, everything)) if issubclass(kind, nn.Module)}
     for other in everything:
         if type(other) in kinds and id(other) not in known:
-            tables = (vars(other).get("_parameters"), vars(other).get("_buffers"))
-            for tensor in (one for table in tables if table and id(table) not in known for one in table.values()):
+            for tensor in (one for table in tables(other) if id(table) not in known for one in table.values()):
                 if id(tensor) in names:
                     return names[id(tensor)], type(other).__name__
     return None

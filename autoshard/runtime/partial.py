@@ -107,6 +107,6 @@ def _sum_whole(
     """Pre-hook of a block whose parameters are whole now, as far as this rank has them."""
     if torch.is_grad_enabled():
         for owner, name, how in parameters:
-            parameter = owner._parameters[name]
+            parameter = getattr(owner, name)
             if parameter is not None and not is_sharded(parameter):
                 _sum(parameter, ranks, how, averaged)

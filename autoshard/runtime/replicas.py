@@ -30,11 +30,6 @@ from autoshard.runtime.hooks import to_device
 from autoshard.runtime.microbatches import Divide, run_part
 from autoshard.runtime.moves import named_tensors
 
-_COMPILED = "_compiled_call_impl"
-"""What `Module.compile` sets: a function of the very module, so that its replicas run as they are written."""
-_WRAPPED = "_orig_mod"
-"""The module in what `torch.compile(module)` returns, whose forward is a function of it, too."""
-
 
 def why_not_replicable(model: nn.Module) -> str:
     """Why replicas of a model can't be made, "" if they can."""
@@ -45,8 +40,8 @@ def why_not_replicable(model: nn.Module) -> str:
         )
     modules = {id(module) for module in model.modules()}
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name == _COMPILED or (name == "forward" and _WRAPPED in module._modules):
+        for name, value in _uncompiled(module).items():
+            if name == "forward" and _compiled_from(module) is not None:
                 continue
             if "state_dict" in name:  # hooks that no forward calls
                 continue
@@ -56,6 +51,16 @@ def why_not_replicable(model: nn.Module) -> str:
                     "and replicas would call those of the model itself. Make it a method, or use strategy='balanced'."
                 )
     return ""
+
+
+def _uncompiled(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, but for what `Module.compile` sets, a function of the very module."""
+    return nn.Module.__getstate__(module)
+
+
+def _compiled_from(module: nn.Module) -> nn.Module | None:
+    """The module in what `torch.compile(module)` returned, whose forward is a function of it; None elsewhere."""
+    return next(module.children()) if type(module).__name__ == "OptimizedModule" else None
 
 
 def _shared(value: Any, modules: Collection[int]) -> Iterator[Any]:
@@ -124,13 +129,13 @@ def replica_of(model: nn.Module, device: torch.device) -> nn.Module:
                 setattr(copied, name, to_device(value, device))
     shells = {id(module): module.__class__.__new__(module.__class__) for module in model.modules()}
     for module in model.modules():
-        own = {name: value for name, value in vars(module).items() if name != _COMPILED}
+        own = _uncompiled(module)
         around = own.pop("forward", None)
         if isinstance(around, Around):  # of the plan; the replica has what the module had
             around = around.own
         own |= {} if around is None else {"forward": around}
-        if _WRAPPED in module._modules:
-            own["forward"] = shells[id(module._modules[_WRAPPED])].__call__
+        if (wrapped := _compiled_from(module)) is not None:
+            own["forward"] = shells[id(wrapped)].__call__
         vars(shells[id(module)]).update({name: _counterpart(own[name], device, tensors, shells) for name in own})
     return shells[id(model)]
 

@@ -121,7 +121,7 @@ def _give_memory(one: Replaced, device: torch.device) -> None:
     from torch.distributed.tensor import DTensor
 
     module, name = one.places[0]
-    empty: Any = module._parameters[name]
+    empty: Any = getattr(module, name)
     if not empty.is_meta:
         return
     one.device = device
@@ -133,7 +133,7 @@ def _give_memory(one: Replaced, device: torch.device) -> None:
     )
     parameter = nn.Parameter(made, requires_grad=one.parameter.requires_grad)
     for module, name in one.places:
-        module._parameters[name] = parameter
+        setattr(module, name, parameter)
 
 
 def _store(parameter: nn.Parameter, plan: Plan) -> None:
@@ -188,7 +188,7 @@ def unshard_failed(model: nn.Module, replaced: Sequence[Replaced]) -> None:
     for one in replaced:
         one.parameter.data = one.parameter.data.to(one.dtype)
         for module, name in one.places:
-            module._parameters[name] = one.parameter
+            setattr(module, name, one.parameter)
 
 
 def check_shardable(model: nn.Module, plan: Plan) -> None:
@@ -250,22 +250,22 @@ def unshard(model: nn.Module, replaced: Sequence[Replaced], originals: dict[str,
     torch_private.undo_fully_shard(model)
     for one in replaced:
         module, name = one.places[0]
-        present: Any = module._parameters[name]
+        present: Any = getattr(module, name)
         target = originals.get(names.get(id(present), ""), one.device)
         with torch.no_grad():
             set_data(one.parameter, whole_of(present.detach()).to(target, one.dtype))
             one.parameter.grad = None if present.grad is None else whole_of(present.grad).to(target, one.dtype)
         one.parameter.requires_grad_(present.requires_grad)
         for module, name in one.places:
-            module._parameters[name] = one.parameter
+            setattr(module, name, one.parameter)
         vars(one.parameter).pop(REPLACED, None)
 
 
 def _parameters(module: nn.Module, done: set[int]) -> list[Replaced]:
     found: dict[int, Replaced] = {}
     for inner in module.modules():
-        for name, parameter in inner._parameters.items():
-            if parameter is None or id(parameter) in done or is_sharded(parameter):
+        for name, parameter in inner.named_parameters(recurse=False, remove_duplicate=False):
+            if id(parameter) in done or is_sharded(parameter):
                 continue
             one = found.setdefault(id(parameter), Replaced(parameter, [], parameter.device, parameter.dtype))
             one.places.append((inner, name))

@@ -42,7 +42,7 @@ class Used:
     ) -> None:
         self.ranks, self.order, self.scalars, self.accumulates = ranks, order, scalars, False
         self.places = places
-        self.parameters: list[Any] = [module._parameters[name] for module, name in self.places]  # between forwards
+        self.parameters: list[Any] = [getattr(module, name) for module, name in self.places]  # between forwards
         every = {
             id(one): number for number, one in enumerate(model.parameters())
         }  # ranks may have experts of their own
@@ -117,7 +117,7 @@ class _Note:
             if self.used.parameters[index].grad is None and not self.used.accumulates:
                 seen.discard(index)
             inner, name = self.used.places[index]
-            parameter: Any = inner._parameters[name]
+            parameter: Any = getattr(inner, name)
             trained = parameter is not None and parameter.requires_grad and not is_sharded(parameter)
             if trained and _NOTED not in vars(parameter):
                 vars(parameter)[_NOTED] = True

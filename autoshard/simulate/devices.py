@@ -10,6 +10,7 @@ from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import active_cluster, parse_devices
+from autoshard.common.own_tensors import own_tensors
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.tensor import SimulatedTensor, all_ours, become, run_op, with_ordinary_items
@@ -184,7 +185,7 @@ def _keep_parameters(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module
 
 def _changes(module: nn.Module, fn: Callable[..., Any]) -> bool:
     """Whether a conversion gives other tensors than those that the module itself holds."""
-    own = [tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None]
+    own = [tensor for _, tensor, _ in own_tensors(module)]
     own += [tensor.grad for tensor in own if tensor.is_leaf and tensor.grad is not None]
     with torch.no_grad():
         return any(fn(tensor) is not tensor for tensor in own)

@@ -73,9 +73,6 @@ class SimulatedTensor(torch.Tensor):
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.plain.untyped_storage()
 
-    def _typed_storage(self) -> torch.TypedStorage:
-        return self.plain._typed_storage()
-
     def new(self, *args: Any, **kwargs: Any) -> "SimulatedTensor":
         return wrap(self.plain.new(*args, **kwargs), self.owner)
 
