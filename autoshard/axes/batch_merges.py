@@ -43,8 +43,9 @@ class Merged:
 
 MEAN, SUM = 1, 2
 """What `reduction` of a loss says."""
-LOSSES = names(rules.loss_of_elements)
-"""Losses that compare element by element, then sum up or take the mean."""
+ROWS = names(rules.loss_of_rows)
+LOSSES = names(rules.loss_of_elements) | ROWS
+"""Losses that compare element by element, or row by row, then sum up or take the mean."""
 CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 LINEAR = names(rules.same) | RESHAPES | MOVES | {
     "neg", "neg_", "negative", "sum", "mean", "stack", "cat", "flip", "roll", "repeat",
@@ -192,6 +193,11 @@ class Merges:
             if len(x) < 2 or target != (x[0], *x[2:]):
                 return None
             axes[0], shapes[0] = (axes[0][0], *axes[0][2:]), target
+        if name in ROWS:
+            if name == "multi_margin_loss" and len(given) > 2:  # how much a class weighs
+                return None
+            rows = len(shapes[0]) - 1
+            axes, shapes = [one[:rows] for one in axes], [one[:rows] for one in shapes]
         made: list[Axes] = []
         mixed = self.walk.mixes(lambda: made.append(broadcast(self.walk.walk, axes, shapes)))
         if mixed or not any(covers(axis, self.walk.batch) for axis in made[0]):

@@ -26,13 +26,13 @@ def _reduction(walk: Context, x: Seen, dim: Any = None, *args: Any, **kwargs: An
     return _reduced(walk, x, dim, lambda axis: walk.block([axis], "reduced along it"))
 
 
-@rule("linalg_vector_norm", "linalg_norm", "norm", "kthvalue", "quantile", "nanquantile")
+@rule("linalg_vector_norm", "linalg_matrix_norm", "linalg_norm", "norm", "kthvalue", "quantile", "nanquantile")
 def _norm(walk: Context, x: Seen, order: Any = 2, dim: Any = None, *args: Any, **kwargs: Any) -> list[Axes] | None:
     """The dimension is the second argument; quantiles of several numbers are not known here."""
     if isinstance(order, Seen):
         return None
-    if walk.name == "kthvalue" and dim is None:
-        dim = -1
+    if dim is None:
+        dim = {"kthvalue": -1, "linalg_matrix_norm": (-2, -1)}.get(walk.name)
     return _reduced(walk, x, dim, lambda axis: walk.block([axis], "reduced along it"))
 
 
@@ -66,6 +66,18 @@ def _rolled(walk: Context, x: Seen, shifts: Any, dims: Any = None) -> list[Axes]
     """Without dimensions, as if there were one."""
     _mixed(walk, x, dims)
     return [x.axes]
+
+
+@rule("fft_fftshift", "fft_ifftshift")
+def _shifted(walk: Context, x: Seen, dim: Any = None) -> list[Axes]:
+    _mixed(walk, x, dim)
+    return [x.axes]
+
+
+@rule("tensor_split")
+def _split_at(walk: Context, x: Seen, where: Any, dim: int = 0) -> list[Sequence[Axis | None]] | None:
+    """At places, or into as many parts, of which the first may be larger."""
+    return None if isinstance(where, Seen) else [_resized(x, _mixed(walk, x, dim))] * len(walk.shapes)
 
 
 @rule("glu")
@@ -139,10 +151,19 @@ def _cosine(walk: Context, x: Seen, y: Seen, dim: int = 1, eps: float = 1e-8) ->
     return [(*both[:d], *both[d + 1 :])]
 
 
+@rule("pairwise_distance")
+def _distance(walk: Context, x: Seen, y: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
+    both = pointwise(walk, x, y)[0]
+    walk.block(both[-1:], "reduced along it")
+    return [(*both[:-1], *[()] * (1 + len(walk.shapes[0]) - len(both)))]
+
+
 @rule("cross", "linalg_cross")
 def _cross(walk: Context, x: Seen, y: Seen, dim: int | None = None) -> list[Axes]:
-    """Without a dimension, one of the two looks for one of size 3."""
+    """Without a dimension, one of the two looks for one of size 3, and the other takes the last one."""
     made = pointwise(walk, x, y)[0]
+    if walk.name == "linalg_cross" and dim is None:
+        dim = -1
     walk.block(made if dim is None else [made[dim]], "a cross product mixes along it")
     return [made]
 
@@ -156,7 +177,10 @@ def _distances(walk: Context, x: Seen, y: Seen, *args: Any) -> list[Axes]:
 
 @rule(
     "linalg_solve_triangular", "_linalg_solve_ex", "linalg_inv_ex", "linalg_cholesky_ex", "linalg_lu_factor_ex",
-    "linalg_qr", "linalg_matrix_exp", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd",
+    "linalg_qr", "linalg_matrix_exp", "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "linalg_solve",
+    "linalg_inv", "inverse", "linalg_cholesky", "linalg_det", "det", "linalg_slogdet", "slogdet", "logdet",
+    "linalg_eigh", "linalg_eigvalsh", "linalg_svd", "linalg_svdvals", "svd", "linalg_pinv", "pinverse",
+    "linalg_matrix_power", "matrix_power", "matrix_exp",
 )  # fmt: skip
 def _matrices(walk: Context, *args: Any, **kwargs: Any) -> list[Sequence[Axis | None]] | None:
     """Each matrix of a batch for itself. Of what has other dimensions, a solution may be one of vectors: not known."""
@@ -256,6 +280,15 @@ rule(
     "adaptive_max_pool3d", "upsample_nearest3d", "_upsample_nearest_exact3d", "upsample_trilinear3d",
     "reflection_pad3d", "replication_pad3d",
 )(_spatial(3))  # fmt: skip
+
+
+@rule("stft", "istft")
+def _spectrum(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Sequence[Axis | None]]:
+    """(…, time) -> (…, frequencies, windows), and the other way."""
+    ahead = x.axes[: -1 if walk.name == "stft" else -2]
+    window = [axis for one in (*args, *kwargs.values()) if isinstance(one, Seen) for axis in one.axes]
+    walk.block([*x.axes[len(ahead) :], *window], "windows slide along it")
+    return [(*ahead, *[None] * (len(walk.shapes[0]) - len(ahead)))]
 
 
 @rule("grid_sampler")

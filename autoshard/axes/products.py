@@ -5,7 +5,7 @@ from string import ascii_letters
 from typing import Any
 
 from autoshard.axes.axis import Axis, reshape, size_of
-from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, rule, unshardable
+from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, pointwise, rule, unshardable
 
 
 @rule("linear")
@@ -49,6 +49,14 @@ def _addmm(walk: Context, added: Seen, x: Seen, y: Seen, *, beta: float = 1, alp
     """`beta` times what is added, plus `alpha` times the product; beta 0: it is ignored, whatever it holds."""
     made = _product(walk, x, y, added if beta else None)
     return [broadcast(walk, [made, added.axes], [tuple(map(size_of, made)), added.shape])]
+
+
+@rule("linalg_vecdot")
+def _dots(walk: Context, x: Seen, y: Seen, dim: int = -1) -> list[Axes]:
+    both = pointwise(walk, x, y)[0]
+    d = dim % len(both)
+    walk.contract(both[d])
+    return [(*both[:d], *both[d + 1 :])]
 
 
 @rule("inner")

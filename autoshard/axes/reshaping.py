@@ -41,6 +41,14 @@ def _shuffled(walk: Context, x: Seen, term: int) -> list[Axes]:
     return [(*x.axes[:-3], channels, (*x.axes[-2], *height), (*x.axes[-1], *width))]
 
 
+@rule("channel_shuffle", "native_channel_shuffle")
+def _channels_shuffled(walk: Context, x: Seen, groups: int) -> list[Axes]:
+    """groups x channels -> channels x groups."""
+    outer, inner = reshape([x.axes[1]], [groups, x.shape[1] // groups], walk.why)
+    walk.block([outer], "a number says how many groups there are")
+    return [(x.axes[0], (*inner, *outer), *x.axes[2:])]
+
+
 @rule("pixel_unshuffle")
 def _unshuffled(walk: Context, x: Seen, term: int) -> list[Axes]:
     height, down = reshape([x.axes[-2]], [x.shape[-2] // term, term], walk.why)
@@ -183,6 +191,12 @@ def _cat(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
                 walk.unify(first.axes[i], axis)
     joined = concatenate([seen.axes[d] for seen in tensors])
     return [tuple(joined if i == d else axis for i, axis in enumerate(first.axes))]
+
+
+@rule("hstack", "vstack", "row_stack")
+def _cat_along(walk: Context, tensors: Sequence[Seen]) -> Any:
+    ndim = min(len(seen.shape) for seen in tensors)
+    return None if ndim < 2 else _cat(walk, tensors, 1 if walk.name == "hstack" else 0)
 
 
 @rule("stack")
@@ -360,8 +374,16 @@ def _bucketize(walk: Context, values: Any, bounds: Seen, **kwargs: Any) -> list[
 
 
 @rule("searchsorted")
-def _search(walk: Context, bounds: Seen, values: Any, **kwargs: Any) -> list[Axes] | None:
-    return _bucketize(walk, values, bounds) if len(bounds.shape) == 1 else None  # type: ignore[return-value]
+def _search(walk: Context, bounds: Seen, values: Any, *, sorter: Seen | None = None, **kwargs: Any) -> Any:
+    """In one list, or for each row in one of its own."""
+    if sorter is not None:
+        return None
+    if len(bounds.shape) == 1:
+        return _bucketize(walk, values, bounds)
+    for mine, its in zip(bounds.axes[:-1], values.axes[:-1], strict=True):
+        walk.unify(mine, its)
+    walk.block(bounds.axes[-1:], "searched along it")
+    return [values.axes]
 
 
 # ---- made from nothing

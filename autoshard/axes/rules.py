@@ -194,6 +194,17 @@ def loss_of_elements(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | N
     return pointwise(walk, *args, **kwargs) if walk.shapes[0] else None
 
 
+@rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
+def loss_of_rows(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | None:
+    """A loss for each row of numbers (the last dimension), if it is not summed up to one."""
+    given = [item for item in (*args, *kwargs.values()) if isinstance(item, Seen)]
+    if not walk.shapes[0] or (walk.name == "multi_margin_loss" and len(given) > 2):  # with weights of classes
+        return None
+    rows = len(given[0].shape) - 1
+    walk.block([axis for seen in given for axis in seen.axes[rows:]], "it makes one number")
+    return [broadcast(walk, [seen.axes[:rows] for seen in given], [seen.shape[:rows] for seen in given])]
+
+
 @rule("equal", "allclose")
 def _compared(walk: Context, *args: Any, **kwargs: Any) -> None:
     """One answer about all elements: a rank that has a part would give another."""

@@ -106,12 +106,21 @@ class Gated(Stack):
         return x + self.gate * self.extra(x)
 
 
+def ranks(x):
+    return torch.searchsorted(x.sort().values, x)
+
+
 OPENED = (drawn("gate"),)
 EXTRA = {
     "MeanTimesBuffer": lambda self, x: x.mean(0, keepdim=True),
     "SortedBatch": lambda self, x: x.sort(0).values,  # per feature
     "NumberedRows": lambda self, x: torch.arange(x.shape[0], dtype=x.dtype, device=x.device)[:, None, None],
     "NextRow": lambda self, x: x.roll(1, 0),  # as mix-up does
+    "ShiftedRows": lambda self, x: torch.fft.fftshift(x),
+    "HalvesOfRows": lambda self, x: torch.vstack(x.tensor_split(2)[::-1]),
+    "MatricesOfRows": lambda self, x: torch.linalg.pinv(x.transpose(0, 1)).permute(2, 0, 1),
+    "NormOfMatricesOfRows": lambda self, x: torch.linalg.matrix_norm(x, dim=(0, 2), keepdim=True),
+    "RanksOfRows": lambda self, x: ranks(x.permute(1, 2, 0).contiguous()).permute(2, 0, 1).to(x.dtype),
     "TwoRows": lambda self, x: x if x.shape[0] == 2 else x.tanh(),  # as a micro-batch has
     "FourRows": lambda self, x: x if 4 <= x.shape[0] < 8 else x.tanh(),  # as a replica has
     "EightRows": lambda self, x: x if x.shape[0] == 8 else x.tanh(),  # as the batch has

@@ -52,10 +52,17 @@ PUT_TOGETHER = {
     "the same labels": lambda net, x, a, b: entropy(x, a) + entropy(x.flip(-1), a.view(-1, TOKENS)),
     "elements weigh": lambda net, x, a, b: (F.mse_loss(x, x.detach() + 1, reduction="none").mean(-1) * b).mean(),
     "shares of classes": lambda net, x, a, b: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).softmax(-1)),
+    "distances": lambda net, x, a, b: F.triplet_margin_loss(x[:, 0], x[:, 1], x.flip(-1)[:, 0], swap=True),
+    "angles": lambda net, x, a, b: F.cosine_embedding_loss(x[:, 0], x[:, 1], 2 * (a[:, 0] > b[:, 0]).float() - 1),
+    "margins": lambda net, x, a, b: (
+        F.multi_margin_loss(x[:, 0], a[:, 0]) + F.multilabel_margin_loss(x[:, 0], x[:, 1].argsort())
+    ),
 }
 MIXED = {
     "a root of a mean": lambda net, x, a, b: F.mse_loss(x, x.detach() + 1).sqrt(),
     "a product of means": lambda net, x, a, b: entropy(x, a) * x.square().mean(),
+    "distances from others": lambda net, x, a, b: F.triplet_margin_loss(x[:, 0], x[:, 1], x[:, 1].roll(1, 0)),
+    "margins of classes": lambda net, x, a, b: F.multi_margin_loss(x[:, 0].T, torch.arange(x.shape[-1])),
     "of all samples": lambda net, x, a, b: entropy(x - x.max(), a),
     "contrast": lambda net, x, a, b: F.cross_entropy(x.mean(1) @ x.mean(1).T, torch.arange(len(x))),
 }
