@@ -304,7 +304,10 @@ def run_op(func: Any, args: tuple, kwargs: dict, devices: tuple[torch.device, ..
             )
     if _is_random(func, args, kwargs):
         return _random(func, args, kwargs, devices, found, written)
-    results = [func(*_part(args, rank, devices), **_part(kwargs, rank, devices)) for rank in range(len(devices))]
+    places = devices
+    if found.ordinary and {tensor.parts[0].device for tensor in found.cut} == {found.ordinary[0].device}:
+        places = tuple(part.device for part in found.cut[0].parts)  # code may have moved them elsewhere, to the CPU
+    results = [func(*_part(args, rank, places), **_part(kwargs, rank, places)) for rank in range(len(devices))]
     return _join(func, results, devices, found)
 
 

@@ -127,6 +127,9 @@ def test_simulated_tensors_meet_rank_tensors():
         ordinary = torch.ones(2, device=devices[0])
         for made in (ordinary + cut, cut + ordinary, ordinary.sum() + cut.sum()):
             assert isinstance(made, RankTensor) and [part.device for part in made.parts] == devices
+        moved = cut.cpu() * torch.ones(2)
+        assert [part.device for part in moved.parts] == [torch.device("cpu")] * 2
+        assert isinstance(moved.to(devices[0]) + ordinary, RankTensor)
 
 
 def test_parts_that_are_not_in_order_are_put_together_where_they_are():
