@@ -160,15 +160,9 @@ def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -
     """Raise `PlanError` where what was fixed does not go with the devices or the model, with what does."""
     mesh = given.mesh
     if mesh:
-        size = prod(degree for name, degree in mesh.items() if name != "ep")
-        if size != devices:
-            axis = "fsdp" if training else "dp"
-            degree, left = divmod(devices, size // mesh.get(axis, 1))
-            near = f" {axis}={degree} would." if not left else ""
-            raise PlanError(
-                f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
-                f"must multiply to {devices}.{near}"
-            )
+        _check_size(mesh, devices, training)
+    elif devices > 1:
+        _check_strategy(given.strategy, limits, training)
     gathered = [name for name in ("fsdp", "cp") if mesh.get(name, 1) > 1]
     if gathered and not training:
         raise PlanError(
@@ -216,6 +210,38 @@ def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -
             f"{replicas} replicas need at least as many samples, and the batch has {limits.samples}. "
             f"Give --batch {replicas} or more."
         )
+
+
+def _check_size(mesh: Mapping[str, int], devices: int, training: bool) -> None:
+    """Raise `PlanError` unless a mesh has as many ranks as there are devices, with a degree that would."""
+    size = prod(degree for name, degree in mesh.items() if name != "ep")
+    if size != devices:
+        axis = "fsdp" if training else "dp"
+        degree, left = divmod(devices, size // mesh.get(axis, 1))
+        near = f" {axis}={degree} would." if not left else ""
+        raise PlanError(
+            f"the mesh {_shown(mesh)} has {size} ranks, and there are {devices} devices: degrees other than ep "
+            f"must multiply to {devices}.{near}"
+        )
+
+
+def _check_strategy(strategy: str, limits: Limits, training: bool) -> None:
+    """Raise `PlanError` where a strategy that was named could only be planned as one device by itself."""
+    replicas = strategy in ("data-parallel", "ddp", "fsdp")
+    if strategy == "fsdp" and not training:
+        raise PlanError(
+            "fsdp shards what is trained, and this is inference. Plan with --train, or with data-parallel (whole "
+            "replicas), tp or pp."
+        )
+    if replicas and not limits.divisible:
+        raise PlanError(f"{strategy} gives each replica its own samples, but {limits.why_not}")
+    if replicas and limits.samples < 2:
+        raise PlanError(
+            f"{strategy} gives each replica its own samples, and the batch has {limits.samples}. Give --batch 2 or "
+            "more."
+        )
+    if strategy == "column-parallel" and not limits.experts and limits.tensor == (1,):
+        _check_tensor(2, limits)
 
 
 def _check_tensor(degree: int, limits: Limits) -> None:

@@ -133,6 +133,6 @@ def _refusal(tried: Sequence[ReplicaPass]) -> str:
     worst = max(tried, key=lambda one: one.lacking.free_bytes).lacking
     return (
         f"the model does not fit: a replica of it with its rows needs {format_bytes(worst.peak_bytes)} on "
-        f"{worst.name}, {format_bytes(-worst.free_bytes)} more than there is. Processes of their own can keep a part "
+        f"{worst.name}, {format_bytes(-worst.free_bytes)} more than there is. In training processes can keep a part "
         'of the parameters each (strategy="fsdp"), and strategy="auto" or "balanced" divide the model.'
     )

@@ -428,11 +428,34 @@ def test_processes_that_run_are_planned_as_a_mesh(strategy, degree):
     assert plan.launch == "processes" and getattr(plan.mesh, degree) == 3 and len(plan.devices) == 3
 
 
-def test_processes_that_run_place_a_model_that_no_mesh_divides():
-    class Mixed(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x - x.mean(0, keepdim=True))
+class Mixed(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x - x.mean(0, keepdim=True))
 
+
+def test_a_strategy_that_is_named_is_refused_where_one_device_would_be_planned():
+    def planned(strategy, model, rows=8, mode="training", **settings):
+        return autoshard.plan(
+            model, "4xH100-80GB", inputs=torch.ones(rows, 8), strategy=strategy, launch="processes",
+            workload=Workload(mode=mode), **settings,
+        )  # fmt: skip
+
+    mixed, free = (kind(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)) for kind in (Mixed, nn.Sequential))
+    for strategy in ("data-parallel", "ddp", "fsdp"):
+        with pytest.raises(PlanError, match=f"{strategy} gives each replica its own samples, but .*mean"):
+            planned(strategy, mixed)
+        assert planned(strategy, mixed, assume_independent_rows=True).mesh.size > 1
+        with pytest.raises(PlanError, match=f"{strategy} gives each replica its own samples, and the batch has 1"):
+            planned(strategy, free, rows=1)
+        assert planned(strategy, free).mesh.size > 1
+    with pytest.raises(PlanError, match="fsdp shards what is trained"):
+        planned("fsdp", free, mode="inference")
+    with pytest.raises(PlanError, match="no matrix of this model was found that ranks can share"):
+        planned("column-parallel", nn.Sequential(nn.ReLU(), nn.LayerNorm(8)))
+    assert planned("column-parallel", free).mesh.tp > 1
+
+
+def test_processes_that_run_place_a_model_that_no_mesh_divides():
     model, workload = Mixed(nn.Linear(5, 7), nn.Linear(7, 3)), autoshard.Workload(batch_size=6)
     assert not running(model, torch.ones(6, 5), workload=workload).launch
     with pytest.raises(PlanError, match="2 stages need as many layers"):
