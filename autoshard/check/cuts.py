@@ -31,7 +31,7 @@ from autoshard.errors import ApplyError, CaptureError, PlanError, first_line
 from autoshard.plan.sharding import Cut, Refusal, Results
 from autoshard.plan.workload import Workload
 from autoshard.runtime.moves import on_meta
-from autoshard.torch_private import gradient_hooks, has_accumulation_hooks
+from autoshard.torch_private import gradient_hooks, has_accumulation_hooks, no_dispatch_modes
 
 Key = tuple[tuple[int, tuple[int, ...]], ...]
 """(index of a group, shares) of groups that are cut at once."""
@@ -113,7 +113,7 @@ class CutChecks:
         cut = group.as_cut(shares)
         training = all(part.training for part in self._model.get_submodule(path).modules())
         try:
-            with own_random_numbers():
+            with own_random_numbers(), no_dispatch_modes():
                 sizes = self._sizes(group, path, replace(cut, blocks=("",)))
         except NotFound as error:
             return Refusal(reason=str(error))

@@ -9,8 +9,7 @@ may as well read a size from a whole tensor (`y.view(*x.shape)`): then it is a l
 function that stumbles. What is found here decides nothing: `follow` does.
 """
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -30,10 +29,12 @@ from autoshard.capture.record import Recorder
 from autoshard.capture.run import applied_to_placeholders
 from autoshard.capture.sites import PROPERTIES
 from autoshard.check.rank import Arguments, LoneRank
+from autoshard.check.reads import ALL, noted_reads
 from autoshard.common.module_paths import is_below, relative
 from autoshard.plan.sharding import DROPOUTS, Action, Cut, Scale
 from autoshard.runtime.cuts import apply_cuts
 from autoshard.runtime.lengths import sizes_of
+from autoshard.runtime.moves import copied
 
 Key = tuple[str, int, str, int]
 """(module path below the block, how-manieth call of it, function, how-manieth call of that inside)"""
@@ -149,11 +150,13 @@ class Outcome:
     """How a run went: `reached` counts the functions that gave what they should; `failed` is the one that did not.
 
     `failed` is None if all went well; `message` says what was wrong with it, `lengths` what integers it was given, and
-    `sizes` how many of them are sizes of which such a call shows by itself that they do not fit.
+    `sizes` how many of them are sizes of which such a call shows by itself that they do not fit. `read`: module paths
+    and attributes that code asked for.
     """
 
     reached: int
     failed: Key | None
+    read: frozenset[tuple[str, str]]
     message: str = ""
     lengths: Mapping[str, int] = field(default_factory=dict)
     sizes: int = 0
@@ -161,6 +164,13 @@ class Outcome:
     def further(self, reached: int | None) -> bool:
         """Whether the run went on after so many functions; None: whether it went to its end."""
         return self.failed is None or (reached is not None and self.reached > reached)
+
+    def depends_on(self, keys: Iterable[tuple[str, str] | Length]) -> bool:
+        """Whether a run with other integers there may go otherwise: not if nobody read these attributes."""
+        return any(
+            isinstance(key, Length) or not self.read.isdisjoint({(key[0], key[1].partition(".")[0]), (key[0], ALL)})
+            for key in keys
+        )
 
 
 class _Watch(TorchFunctionMode):
@@ -231,7 +241,7 @@ def _run(
     block: nn.Module, given: Arguments, cut: Cut, sites: Mapping[Key, Site], factor: Factor, invent: bool
 ) -> Outcome:
     """Run the first rank of a cut on shapes; `block` is on meta, `given` has specs. What it raises is an outcome."""
-    local = copy.deepcopy(block)
+    local = copied(block)
     apply_cuts(local, (cut,), LoneRank(rank=0, size=cut.degree), shapes_only=True)
     engine = FakeFloats(lambda _: None, invent=invent)  # as in the run that was recorded: code takes the same branches
     recorder = Recorder(engine)
@@ -249,7 +259,7 @@ def _run(
             recorder.enter(tensor, kind, name)
     args, kwargs = fill_specs(given, fake)
     watch = _Watch(sites, {factor: cut.shares[0]})
-    with silenced(), recorder, torch.no_grad(), applied_to_placeholders():
+    with silenced(), recorder, torch.no_grad(), applied_to_placeholders(), noted_reads(local) as read:
         try:
             with watch.inside(local):
                 local(*args, **kwargs)
@@ -258,10 +268,10 @@ def _run(
             lengths = {path: item for path, item in nested.leaves_in(watch.given) if type(item) is int}
             seen = sizes_of(watch.current[2], *watch.given)
             return Outcome(
-                reached=watch.reached, failed=watch.current, message=message, lengths=lengths,
+                reached=watch.reached, failed=watch.current, read=frozenset(read), message=message, lengths=lengths,
                 sizes=0 if seen is None else len(seen[0]),
             )  # fmt: skip
-    return Outcome(reached=watch.reached, failed=None)
+    return Outcome(reached=watch.reached, failed=None, read=frozenset(read))
 
 
 # ---- the search
@@ -286,9 +296,14 @@ class _Search:
     sites: Mapping[Key, Site]
     factor: Factor
     invent: bool
+    known: dict[tuple, Outcome] = field(default_factory=dict)
 
     def run(self, sizes: Sizes) -> Outcome:
-        return _run(self.block, self.given, with_sizes(self.cut, sizes), self.sites, self.factor, self.invent)
+        key = tuple(sizes.items())
+        if key not in self.known:
+            cut = with_sizes(self.cut, sizes)
+            self.known[key] = _run(self.block, self.given, cut, self.sites, self.factor, self.invent)
+        return self.known[key]
 
     def find(self, known: Sizes) -> Sizes:
         sizes = dict(known)
@@ -297,7 +312,7 @@ class _Search:
         while outcome.failed is not None:
             for more in self._candidates(outcome, sizes):
                 trials += 1
-                tried = self.run({**sizes, **more})
+                tried = self.run({**sizes, **more}) if outcome.depends_on(more) else outcome
                 if tried.further(outcome.reached):
                     sizes, outcome = {**sizes, **more}, tried
                     break
@@ -312,10 +327,12 @@ class _Search:
 
     def _needed(self, sizes: Sizes, known: Sizes, reached: int | None) -> Sizes:
         """Leave out what the run does not need to get further than `reached` functions, or to its end."""
+        outcome = self.run(sizes)
         for name in [name for name in sizes if name not in known]:
             fewer = {key: number for key, number in sizes.items() if key != name}
-            if self.run(fewer).further(reached):
-                sizes = fewer
+            tried = self.run(fewer) if outcome.depends_on([name]) else outcome
+            if tried.further(reached):
+                sizes, outcome = fewer, tried
         return sizes
 
     def _by_lengths(self, sizes: Sizes, before: Outcome) -> tuple[Sizes, Outcome]:

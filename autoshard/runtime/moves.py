@@ -6,8 +6,10 @@ head.weight   ┘ on cpu    ──▶   └ head.weight    on cuda:0
 
 import copy
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,13 +48,23 @@ SMALL_BUFFER = 1 << 16
 
 def on_meta(model: nn.Module) -> nn.Module:
     """Copy a model with its parameters and buffers on meta, but for small buffers."""
-    memo: dict[int, torch.Tensor] = {}
+    memo: dict[int, Any] = {}
     for tensor in named_tensors(model).values():
         if is_packed(tensor):  # its class decides which ops run: shared, since nothing cuts it
             memo[id(tensor)] = tensor
         elif not tensor.is_meta and (isinstance(tensor, nn.Parameter) or tensor.numel() > SMALL_BUFFER):
             made = tensor.detach().to("meta")
             memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return copied(model, memo)
+
+
+def copied(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a model. Each module has a dozen empty tables, for which Python would need most of the time."""
+    memo = {} if memo is None else memo
+    for module in model.modules():
+        for table in vars(module).values():
+            if type(table) is OrderedDict and not table:
+                memo[id(table)] = OrderedDict()
     return copy.deepcopy(model, memo)
 
 

@@ -12,6 +12,7 @@ import autoshard
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.capture.capture import capture
 from autoshard.capture.graph import ModelGraph
+from autoshard.check import local_sizes
 from autoshard.check.cuts import CutChecks, check_cuts
 from autoshard.common.module_paths import join
 from autoshard.plan.sharding import Cut, Refusal, even_shares
@@ -156,6 +157,29 @@ def test_an_attribute_with_the_same_number_is_left_out_again():
     cut = checks([of_blocks(found, 4)], [(2, 2)])[0]
     assert isinstance(cut, Cut), cut
     assert scales_of(cut) == {"heads": (4, (2, 2))}
+
+
+class Noted(Alike):
+    """As many heads as notes say that nobody reads, and as what is read in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.notes, self.down.notes, self.own = [4] * 9, [4] * 9, 4
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.heads = vars(self)["own"]
+        return super().forward(x)
+
+
+def test_no_attribute_is_tried_that_nobody_reads(monkeypatch):
+    _, found, checks = analysed(Stack(Noted), X[:, :4])
+    runs, run = [], local_sizes._run
+    monkeypatch.setattr(local_sizes, "_run", lambda *given: runs.append(given) or run(*given))
+    cut = checks([of_blocks(found, 4)], [(2, 2)])[0]
+    assert isinstance(cut, Cut), cut
+    assert scales_of(cut) == {"own": (4, (2, 2))}
+    assert len(runs) <= 8
+    assert "__getattribute__" not in vars(nn.Module)
 
 
 def test_a_bias_that_other_code_reads_is_not_hidden_from_it():
