@@ -7,7 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from autoshard import nested
 from autoshard.capture.backward import saved_tensor_hooks, training_loss
 from autoshard.capture.call_log import CallLog
 from autoshard.capture.decode import Decoding, opaque_tensors, prompt_arguments, run_decode
-from autoshard.capture.fake import SMALL_FLOATS, Ranks, ValueEngine, silenced
+from autoshard.capture.fake import SMALL_FLOATS, Ranks, RealValues, ValueEngine, silenced
 from autoshard.capture.graph import Level, ModelGraph, TensorInfo
 from autoshard.capture.inputs import Call
 from autoshard.capture.material import placeholders, put_placeholders
@@ -37,7 +37,7 @@ from autoshard.common.own_tensors import OF_EVERY_MODULE, own_tensors, put_tenso
 from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError
 from autoshard.plan.workload import Workload
-from autoshard.torch_private import below_autograd, looks_for_overrides, no_overrides
+from autoshard.torch_private import below_autograd, looks_for_overrides, no_dispatch_modes, no_overrides
 
 Find = Callable[[torch.Tensor], int | None]
 MODULE_PATH = "autoshard_module_path"
@@ -69,12 +69,12 @@ def record_run(run: Run, engine: ValueEngine, level: Level, *, decode: Decoding 
     """Run a model once under a recorder and return the graph; the model is as before when this returns or raises.
 
     With `decode` given the run is a prompt and one step after it, else a forward, and backward if the workload trains.
-    No garbage is collected, which would end lifetimes at random.
+    No garbage is collected, which would end lifetimes at random. Dispatch modes of others do not see runs on shapes.
     Raises CaptureError if somebody keeps a tensor without values that it made, or other threads ran parts of it.
     """
     recorder = Recorder(engine, composite=run.composite)
     try:
-        with no_collection():
+        with no_collection(), nullcontext() if isinstance(engine, RealValues) else no_dispatch_modes():
             recorded = partial(_recorded, run, recorder, level, decode)
             graph = undisturbed(run.model, (run.args, run.kwargs), recorded)
         if run.call_log is not None:

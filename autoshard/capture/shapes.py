@@ -6,6 +6,9 @@
 A decoder asks the same few hundred questions in every layer, and the memory answers them some ten times faster.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,14 +31,33 @@ class _Made:
     dtype: torch.dtype
 
 
+Answers = dict[Any, tuple[Any, type | None, tuple[_Made, ...]]]
+"""Results by what was asked, with the op, which is part of the key by its address, so that this stays its own."""
+_shared: ContextVar[Answers | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def shared_answers() -> Iterator[None]:
+    """Inside, runs remember together: a model is run some ten times to plan it, mostly with the same shapes.
+
+    Which kernels the user allows (of attention, say) must be the same for all of them, as it is within one call.
+    """
+    known = _shared.get()
+    token = _shared.set({} if known is None else known)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
 class Shapes:
     """Makes fake tensors and runs ops on them."""
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._shadows: dict[Any, FakeTensor] = {}
-        self._answers: dict[Any, tuple[type | None, tuple[_Made, ...]]] = {}
-        self._asked: list[Any] = []  # ops that are part of keys by their addresses, so that these stay theirs
+        known = _shared.get()
+        self._answers: Answers = {} if known is None else known
 
     def fresh(self, shape: Any, stride: Any, dtype: torch.dtype) -> FakeTensor:
         """A fake tensor in memory of its own, just large enough."""
@@ -60,7 +82,8 @@ class Shapes:
 
     def run(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run one op on shapes. Real arguments count as shapes too. Written arguments are the caller's to hand back."""
-        parts: list[Any] = [id(func)]
+        state = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+        parts: list[Any] = [id(func), state]
         tensors: list[torch.Tensor] = []
         remember = _describe(args, parts, tensors)
         if kwargs:
@@ -68,7 +91,7 @@ class Shapes:
         key = tuple(parts) if remember else None
         known = self._answers.get(key) if key is not None else None
         if known is not None:
-            return self._again(known, tensors)
+            return self._again(known[1], known[2], tensors)
         args = tuple(swap_tensors(value, self._shadow) for value in args)
         kwargs = {name: swap_tensors(value, self._shadow) for name, value in kwargs.items()}
         out = self.mode.dispatch(func, (), args, kwargs)
@@ -81,12 +104,10 @@ class Shapes:
         if key is not None:
             answer = _answer(out, tensors)
             if answer is not None:
-                self._answers[key] = answer
-                self._asked.append(func)
+                self._answers[key] = func, *answer
         return out
 
-    def _again(self, answer: tuple[type | None, tuple[_Made, ...]], tensors: list[torch.Tensor]) -> Any:
-        kind, made = answer
+    def _again(self, kind: type | None, made: tuple[_Made, ...], tensors: list[torch.Tensor]) -> Any:
         results = []
         for item in made:
             if item.source < 0:
@@ -118,7 +139,7 @@ def _describe(values: Any, parts: list[Any], tensors: list[torch.Tensor]) -> boo
             if value.layout is not torch.strided or _is_lazy(value):
                 return False
             tensors.append(value)
-            parts += (value.shape, value.stride(), value.dtype)
+            parts += (value.shape, value.stride(), value.dtype, value.requires_grad)
         elif isinstance(value, (list, tuple)):
             parts.append(len(value))
             if not _describe(value, parts, tensors):

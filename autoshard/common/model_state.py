@@ -112,11 +112,11 @@ class ModelState:
             named = {name: table.get(name, _ABSENT) for name in item.__code__.co_names}
             self._names.append((table, named))
             for value in named.values():
+                kind: Any = type(value)
                 near = isinstance(value, FunctionType) and (
                     value.__globals__ is table or (hasattr(value, "__wrapped__") and _is_of_users(value))
                 )  # what decorates a function, perhaps with a cache, is often in another file
-                kind: Any = type(value)
-                if near or isinstance(value, _HOLDERS) or _is_open(kind):
+                if near or _holds(kind):
                     found.append(value)
         return found
 
@@ -224,6 +224,12 @@ def forget_tensors(caches: Iterable[Any]) -> None:
 def _is_open(kind: Any) -> bool:
     """Whether objects of a class are looked into: a class of users, not of torch or the standard library."""
     return kind.__module__.partition(".")[0] not in _CLOSED
+
+
+@functools.cache
+def _holds(kind: Any) -> bool:
+    """Whether objects of a class, to which functions refer by a name, are looked into."""
+    return issubclass(kind, _HOLDERS) or _is_open(kind)
 
 
 def _is_of_users(function: FunctionType) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from autoshard.capture.shapes import shared_answers
 from autoshard.cluster.cluster import RESERVED, Cluster
 from autoshard.cluster.parse import limited_to, named_pins
 from autoshard.common.collector import no_collection
@@ -29,6 +30,7 @@ DIVIDING = ("auto", "pipeline", "data-parallel", "hybrid")
 """Strategies that may divide the batch."""
 
 
+@shared_answers()
 def plan_measured(
     model: nn.Module,
     inputs: Any,
