@@ -86,3 +86,39 @@ def test_a_choice_that_rounding_made_convicts_nothing():
     assert plan.cuts and not found.ok and any(".double()" in note for note in found.notes)
     plan = autoshard.plan(model.double(), "2x1MiB", inputs=x.double(), **settings)
     assert plan.cuts and autoshard.verify(model, plan, inputs=x.double()).ok
+
+
+class Lowered(nn.Module):
+    """Double precision around products in single precision, as routers of experts compute them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64).double(), nn.Linear(64, 16).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.up(x).relu().float(), self.down.weight.float()).double()
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.01])
+def test_a_step_in_single_precision_rounds_as_such(factor, monkeypatch):
+    """A fault of one percent is a fault there, too."""
+    torch.manual_seed(0)
+    model, x = Lowered(), torch.randn(4, 16, dtype=torch.float64)
+    applied = planned._applied
+    monkeypatch.setattr(planned, "_applied", lambda copy, *args: _times(applied(copy, *args), factor))
+    asked = {"inputs": x, "strategy": "column-parallel", "objective": "memory"}
+    if factor != 1:
+        with pytest.raises(autoshard.PlanError, match="does not compute the same in parts"):
+            autoshard.plan(model, "2x1MiB", **asked)
+        return
+    with autoshard.simulate("2x1MiB") as devices, torch.no_grad():
+        expected = model(x)
+        plan = autoshard.plan(model, devices, **asked)
+        found = autoshard.apply(model, plan)(x)
+    assert plan.cuts and 1e-10 < (found - expected).abs().max() < 1e-6
+    assert autoshard.verify(Lowered(), plan, inputs=x, training=False).ok
+
+
+def _times(model: nn.Module, factor: float) -> nn.Module:
+    model.register_forward_hook(lambda module, args, output: output * factor if factor != 1 else None)
+    return model

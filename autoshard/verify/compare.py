@@ -10,25 +10,32 @@ from autoshard.torch_private import DispatchMode
 from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import RunResult, Work, largest, rounding_of
 
-_HALVES = (torch.float16, torch.bfloat16)  # the one with the fewest digits last
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # the one with the fewest digits last
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.copy_.default}
 NOISE = 0.1
 """Errors in a gradient up to this part of what rounding makes of the largest of all gradients are noise."""
 
 
 class CoarsestType(DispatchMode):
-    """Notes in which type of half precision something is computed inside, the one with the fewest digits."""
+    """Notes in which types something is computed inside."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.dtype: torch.dtype | None = None
+        self.types: set[torch.dtype] = set()
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The type with the fewest digits: of half precision, or single precision beside double; None for no such."""
+        coarsest = max(self.types, key=_FLOATS.index, default=torch.float64)
+        least = torch.float32 if torch.float64 in self.types else torch.float16
+        return coarsest if _FLOATS.index(coarsest) >= _FLOATS.index(least) else None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if isinstance(made, torch.Tensor) and made.dtype in _HALVES and not func.is_view:
+        if isinstance(made, torch.Tensor) and made.dtype in _FLOATS and not func.is_view:
             source = args[1 if func is torch.ops.aten.copy_.default else 0] if func in _COPIES else None
             if source is None or source.dtype != made.dtype:  # a copy rounds nothing
-                self.dtype = max(filter(None, (self.dtype, made.dtype)), key=_HALVES.index)
+                self.types.add(made.dtype)
         return made
 
 

@@ -71,6 +71,8 @@ def _errors(
     expected, found, work = run_both(
         lambda: run(fresh(), work), lambda: run(_applied(fresh(), plan, device), work), work, [], [device]
     )
+    if dtype is not None and work.coarsest == torch.float32:  # what differed before in its own type is held to more
+        work = replace(work, coarsest=None)
     return compare(expected, found, 0.0, work)
 
 

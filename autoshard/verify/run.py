@@ -33,7 +33,7 @@ class RunResult:
     parts: tuple[torch.Tensor, ...] = ()
 
 
-_ROUNDING = {torch.float64: 1e-12, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+_ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 def rounding_of(tensor: torch.Tensor, coarsest: torch.dtype | None = None) -> float:
@@ -60,7 +60,7 @@ class Work:
     Attributes:
         cut: the applied model is cut over ranks. divided: it runs in parts of its batch. Results of either are equal to
             rounding.
-        coarsest: a type of half precision that the original computes in, None if it does in none.
+        coarsest: a type of fewer digits than its own that the original computes in, None for no such.
         staying_cut: paths of outputs that ranks keep parts of (caches), which no loss can be made of.
     """
 
