@@ -139,7 +139,8 @@ def _describe(values: Any, parts: list[Any], tensors: list[torch.Tensor]) -> boo
             if value.layout is not torch.strided or _is_lazy(value):
                 return False
             tensors.append(value)
-            parts += (value.shape, value.stride(), value.dtype, value.requires_grad)
+            # Of a real one only the shape is used: an op that gives what it was given makes another tensor then.
+            parts += (value.shape, value.stride(), value.dtype, value.requires_grad, type(value) is FakeTensor)
         elif isinstance(value, (list, tuple)):
             parts.append(len(value))
             if not _describe(value, parts, tensors):

@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoshard import nested
 from autoshard.capture.capture import capture
+from autoshard.capture.shapes import Shapes
 from autoshard.errors import SpecError
 from autoshard.plan.workload import Workload
 from tests.models import WORKING_CASES, over
@@ -135,3 +136,11 @@ def test_every_site_is_found_again(case):
         for rows, at_run in zip((site.inputs, site.outputs), found[key], strict=True):
             recorded = {path: graph.values[value].shape for path, value in rows}
             assert recorded.items() <= at_run.items(), f"{key}: {recorded}, and when run {at_run}"
+
+
+def test_what_an_op_made_of_a_known_tensor_is_no_copy_of_another():
+    """Dropout in evaluation gives what it was given; of a tensor with values another is made, which is remembered."""
+    shapes, known = Shapes(), torch.zeros(2, 3)
+    made = shapes.fresh(known.shape, known.stride(), known.dtype)
+    assert shapes.run(aten.dropout.default, (known, 0.5, False), {}) is not known
+    assert shapes.run(aten.dropout.default, (made, 0.5, False), {}) is made
