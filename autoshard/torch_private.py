@@ -1,7 +1,8 @@
-"""Every private torch API in use, named here and nowhere else.
+"""Every private torch API in use but `Module._apply`, named here and nowhere else, each for what no public one does.
 
-What is in `torch._C` is checked to exist when this is imported; what is in other places of torch, by
-`tests/test_torch_names.py`, since to import those takes seconds.
+That they exist is checked when this is imported. Two are modules that torch's documents name as the way to extend it:
+`torch.utils._python_dispatch` has modes that see each op, `torch._subclasses.fake_tensor` runs ops on shapes alone.
+The others are listed below.
 """
 
 import inspect
@@ -16,17 +17,32 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-_MISSING = [
-    name
-    for name in ("_SetExcludeDispatchKeyGuard", "_autograd", "_current_autograd_node", "_swap_tensor_impl")
-    if not hasattr(torch._C, name)
-]
+NEEDED: tuple[tuple[Any, str, str], ...] = (
+    (torch.Tensor, "_make_wrapper_subclass", "torch's documents name it: a tensor of a class of ours, without memory"),
+    (torch.Tensor, "_version", "what is copied to another device must be told from what was written to since"),
+    (torch.Tensor, "_base", "a view of a parameter tells nothing of where the inputs are"),
+    (torch.Tensor, "_use_count", "memory that a backward graph still reads must not be exchanged"),
+    (torch._C, "_SetExcludeDispatchKeyGuard", "composite ops must be seen whole, and views without what they are of"),
+    (torch._C, "_swap_tensor_impl", "`torch.utils.swap_tensors` refuses tensors that someone refers to weakly"),
+    (torch._C, "_current_autograd_node", "an op of a backward belongs to the node that runs it"),
+    (torch.ones((), requires_grad=True).exp().grad_fn, "_sequence_nr", "and the node to an op of the forward"),
+    (getattr(torch._C, "_autograd", None), "_get_sequence_nr", "by the numbers that nodes had got by then"),
+    (torch.autograd.Variable, "_execution_engine", "ranks average some gradients when a backward is over"),
+    (
+        torch.utils._python_dispatch,
+        "_disable_current_modes",
+        "what is computed beside a model's own ops is none of them",
+    ),
+)
+"""Who has a private name, the name, and what needs it."""
+
+_MISSING = [name for owner, name, _ in NEEDED if not hasattr(owner, name)]
 if _MISSING:
     raise ImportError(
-        f"autoshard needs torch._C.{', '.join(_MISSING)}, and torch {torch.__version__} has no such name. "
+        f"autoshard needs {', '.join(_MISSING)} of torch, and torch {torch.__version__} has no such name. "
         "Install a torch that autoshard was tested with: 2.11 to 2.15."
     )
 
@@ -68,6 +84,16 @@ def untransformed(tensor: torch.Tensor) -> torch.Tensor:
     return torch.func.debug_unwrap(tensor)
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """How many writes into a tensor's memory torch has seen. Only errors of a backward tell of it elsewhere."""
+    return tensor._version
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor of which this is a view, None if it is none."""
+    return tensor._base
+
+
 def sequence_number() -> int:
     """The number the next autograd node made in this thread will get; forward and backward are matched by it."""
     return torch._C._autograd._get_sequence_nr()
@@ -101,6 +127,18 @@ _STATE_DICT = (
     _hooks("register_state_dict_pre_hook"), _hooks("register_load_state_dict_pre_hook"),
     _hooks("register_load_state_dict_post_hook"),
 )  # fmt: skip
+
+
+def _hooks_of_tensors(method: str) -> str:
+    """The attribute in which tensors have the hooks that one of their methods registers: its handle leads there."""
+    leaf = torch.ones((), requires_grad=True)
+    hooks = getattr(leaf, method)(_hooks).hooks_dict_ref()
+    (name,) = [name for name in dir(leaf) if "hook" in name and getattr(leaf, name) is hooks]
+    return name
+
+
+_ON_GRADIENT = _hooks_of_tensors("register_hook")
+_ON_ACCUMULATED = _hooks_of_tensors("register_post_accumulate_grad_hook")
 _UNSAVED = _table(set, "register_buffer", "buffer", None, False)
 
 
@@ -136,11 +174,6 @@ def default_store() -> Any:
         return None
     world: Any = torch.distributed.group.WORLD
     return world.get_group_store()
-
-
-def innermost_function_mode() -> Any:
-    """The torch function mode entered last in this thread, None if there is none."""
-    return torch.overrides._get_current_function_mode()
 
 
 class DispatchMode(TorchDispatchMode):
@@ -219,7 +252,7 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
 
 def _run_hooks_again(tensor: torch.Tensor) -> None:
     """Let the hooks that a Python object has on its gradient run for what is behind it now: the setters see to that."""
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in (_ON_GRADIENT, _ON_ACCUMULATED):
         hooks = getattr(tensor, name, None)
         if hooks:
             setattr(tensor, name, None)
@@ -233,17 +266,17 @@ def is_held(tensor: torch.Tensor) -> bool:
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
     """The hooks registered with `tensor.register_hook`, in calling order."""
-    return list((tensor._backward_hooks or {}).values())
+    return list((getattr(tensor, _ON_GRADIENT) or {}).values())
 
 
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
     """Whether something is called when the gradient of a parameter was accumulated."""
-    return bool(getattr(tensor, "_post_accumulate_grad_hooks", None))
+    return bool(getattr(tensor, _ON_ACCUMULATED, None))
 
 
 def drop_gradient_hooks(tensor: torch.Tensor, kind: type) -> None:
     """Take the hooks of one class off a tensor."""
-    hooks = tensor._backward_hooks or {}
+    hooks = getattr(tensor, _ON_GRADIENT) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
         del hooks[key]
 
@@ -284,13 +317,13 @@ def overrides_are_off() -> bool:
 
 def no_dispatch_modes() -> Any:
     """Inside, no dispatch mode sees what is called."""
-    return _disable_current_modes()
+    return torch.utils._python_dispatch._disable_current_modes()
 
 
 @contextmanager
 def no_modes() -> Iterator[None]:
     """Inside, no mode sees what is called: neither dispatch modes nor torch function modes."""
-    with _disable_current_modes(), no_overrides():
+    with torch.utils._python_dispatch._disable_current_modes(), no_overrides():
         yield
 
 

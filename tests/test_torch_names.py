@@ -2,25 +2,18 @@
 
 import ast
 import importlib.util
+import types
 
 import pytest
 import torch
 import torch.distributed.fsdp  # chains of names lead there
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from autoshard import torch_private
 from tests.sources import FILES, PACKAGE, names, nodes_of
 
 PRIVATE = PACKAGE / "torch_private.py"
-
-
-def has_private(name):
-    """Whether a thing of torch has a private attribute which `torch_private.py` reads of a variable."""
-    tensor = torch.ones(2, requires_grad=True)
-    things = [
-        (tensor, ("_use_count", "_backward_hooks")),
-        (tensor.sin().grad_fn, ("_sequence_nr",)),
-    ]
-    owners = [thing for thing, names in things if name in names]
-    return bool(owners) and all(hasattr(owner, name) for owner in owners)
 
 
 def chain(node):
@@ -65,25 +58,70 @@ def test_imports_of_torch_exist():
     assert not missing and count > 100
 
 
-PRIVATE_NAMES = sorted(
-    {
-        node.attr
-        for _, node in nodes(ast.Attribute, [PRIVATE])
-        if node.attr.startswith("_") and not node.attr.startswith("__") and chain(node) is None
-    }
-)
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("name", PRIVATE_NAMES)
-def test_private_attributes_exist(name):
-    assert has_private(name), f"{name} is gone from torch {torch.__version__}"
+def private_names_of_torch():
+    """What torch's objects have that is private."""
+    tensor = torch.ones(2, requires_grad=True)
+    other = nn.Parameter(torch.ones(2).as_subclass(type("Other", (torch.Tensor,), {})))
+    things = [
+        tensor, other, tensor.sin().grad_fn, tensor.untyped_storage(), nn.Module(), nn.LSTM(1, 1), torch.fx.Graph(),
+        torch.ops.aten.add.Tensor, torch.ops.aten.add, torch.autograd.Function, torch.autograd.Variable,
+        torch.optim.SGD([tensor]), torch.overrides.TorchFunctionMode(), FakeTensorMode(),
+        torch.distributed.ProcessGroup,
+    ]  # fmt: skip
+    return {name for thing in things for name in dir(thing) if is_private(name)} | {"_orig_mod"}
 
 
-def test_names_that_the_import_checks_are_all_of_torch_c():
-    used = {
-        chain(node)[1]
-        for _, node in nodes(ast.Attribute, [PRIVATE])
-        if (chain(node) or [""])[:1] == ["_C"] and len(chain(node)) == 2
-    }
-    checked = {node.value for _, node in nodes(ast.Constant, [PRIVATE]) if hasattr(torch._C, str(node.value))}
-    assert used == checked
+def defined(files):
+    """The names that files define, of functions, classes and attributes."""
+    found = set()
+    for node in (node for path in files for node in nodes_of(path)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+EVERYWHERE = defined(FILES)
+
+
+def private_uses(path, known):
+    """Yield (line, name) for each private name of torch in a file: behind `torch`, of anything else, or as text."""
+    own = defined([path])
+    for node in nodes_of(path):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [name.name for name in node.names] if isinstance(node, ast.Import) else [node.module]
+            for module in modules:
+                links = module.split(".") + ([] if isinstance(node, ast.Import) else [name.name for name in node.names])
+                yield from ((node.lineno, link) for link in links if links[0] == "torch" and is_private(link))
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            links = chain(node)
+            of_op = ast.unparse(node.value).startswith(("aten", "torch.ops"))
+            ours = own | (EVERYWHERE if ast.unparse(node.value) == "self" else set())  # of a class it is made from
+            if not of_op and (links or (node.attr in known and node.attr not in ours)):
+                yield node.lineno, node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            links = [link for link in node.value.split(".") if link in known and not hasattr(torch.ops.aten, link)]
+            yield from ((node.lineno, link) for link in links)
+
+
+def test_private_names_are_in_one_file():
+    """Two modules and what `torch_private.py` lists; `torch._C` itself is no name that does something."""
+    known = private_names_of_torch()
+    assert {"_parameters", "_version", "_schema", "_base", "_is_param", "_apply", "_orig_mod", "_use_count"} <= known
+    used = {names(path): sorted(set(private_uses(path, known))) for path in FILES}
+    inside = {name for _, name in used.pop(names(PRIVATE))} - {"_C", "_autograd"}
+    outside = {path: {name for _, name in found} for path, found in used.items() if found}
+    assert outside == {"capture/run.py": {"_apply"}, "simulate/devices.py": {"_apply"}}  # conversions are followed
+    listed = {name for _, name, _ in torch_private.NEEDED} | {"_python_dispatch", "_subclasses"}
+    assert inside == listed | {"_composable_state", "_module_state_mapping"}  # where FSDP keeps its states
+
+
+def test_a_torch_without_a_private_name_is_refused(monkeypatch):
+    monkeypatch.delattr(torch._C, "_swap_tensor_impl")
+    with pytest.raises(ImportError, match="needs _swap_tensor_impl of torch"):
+        importlib.util.spec_from_file_location("again", PRIVATE).loader.exec_module(types.ModuleType("again"))

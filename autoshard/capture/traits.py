@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from autoshard.common.schemas import schema_of
+from autoshard.errors import CaptureError
+
 aten = torch.ops.aten
 
 # Kernels that write arguments which their schemas do not mark, while `training` (argument 5) is true.
@@ -47,8 +50,13 @@ class Traits:
 
 @cache
 def traits_of(func: Any) -> Traits:
-    """Read an op's schema."""
-    schema = func._schema
+    """Read an op's schema. Raises `CaptureError` for an op without one."""
+    schema = schema_of(func)
+    if schema is None:
+        raise CaptureError(
+            f"torch can't say what {func} is given and writes, so it can't be recorded. Run it outside of the model, "
+            "or write that part with other operations."
+        )
     writes: list[tuple[int, str]] = []
     alias_sets: list[set[str]] = []
     reads_alias = False

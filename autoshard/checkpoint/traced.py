@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from autoshard.common.schemas import schema_of
 from autoshard.torch_private import not_overridden, wrapper
 
 META = torch.device("meta")
@@ -81,7 +82,10 @@ class TracedTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        schema = schema_of(func)
+        if schema is None:
+            raise NotImplementedError(f"torch can't say what {func} writes")
+        if schema.is_mutable:
             return _written(func, args)
         known = _mapped(args, _expression)
         settings = {name: _mapped(value, _expression) for name, value in kwargs.items() if name != "device"}
@@ -89,7 +93,7 @@ class TracedTensor(torch.Tensor):
         def call(like: torch.Tensor | None, item: int | None = None) -> TracedOp:
             return TracedOp(func=func, args=known, kwargs=settings, like=like, item=item)
 
-        if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
+        if not any("Tensor" in str(returned.type) for returned in schema.returns):
             return evaluate(call(None), None)
         shapes = {name: META if name == "device" else _mapped(value, _plain) for name, value in kwargs.items()}
         result = func(*_mapped(args, _plain), **shapes)
@@ -251,7 +255,7 @@ def _written(func: Any, args: tuple) -> Any:
     expression = _expression(args[0])
     while isinstance(expression, TracedOp):
         expression.written = True
-        if not any(returned.alias_info is not None for returned in expression.func._schema.returns):
+        if not any(returned.alias_info is not None for returned in schema_of(expression.func).returns):
             return args[0]
         expression = expression.args[0]
     if isinstance(expression, TracedSource) and expression.missing:

@@ -13,6 +13,7 @@ import torch
 
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
 from autoshard.common.module_paths import above
+from autoshard.common.schemas import name_of_op
 from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients, Walked
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
@@ -391,8 +392,7 @@ class FlowWalk(Walked):
 
 
 def _is_copy_into(op: Op) -> bool:
-    schema = getattr(op.target, "_schema", None)
-    return schema is not None and schema.name == "aten::copy_"
+    return name_of_op(op.target) == "aten::copy_"
 
 
 def _lookup_tables(graph: ModelGraph, execution_devices: ExecutionDevices) -> list[str]:

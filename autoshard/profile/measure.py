@@ -6,6 +6,7 @@ import numpy as np
 
 from autoshard.capture.graph import ModelGraph, Op
 from autoshard.common.module_paths import parent
+from autoshard.common.schemas import name_of_op
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
 from autoshard.profile.answer import further_tokens
 from autoshard.profile.experts import hit_parts
@@ -270,8 +271,7 @@ def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
 
 
 def _is_gather(op: Op) -> bool:
-    schema = getattr(op.target, "_schema", None)
-    return schema is not None and schema.name in _GATHERS
+    return name_of_op(op.target) in _GATHERS
 
 
 def _main_dtype(graph: ModelGraph, op_dtypes: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard import torch_private
 from autoshard.runtime.copies import Copies
 from autoshard.runtime.devices import CPU
+from autoshard.torch_private import version_of
 
 _Tensor = torch.Tensor
 _CROSSING: set[Any] = {
@@ -78,7 +79,7 @@ class Align(TorchFunctionMode):
         args, kwargs = given.bring(args), given.bring(kwargs)
         result = func(*args, **kwargs)
         for source, copy, version in given.moved.values():
-            if copy._version != version:  # running statistics, say
+            if version_of(copy) != version:  # running statistics, say
                 self.copies.write_back(source, copy)
         return result
 
@@ -105,7 +106,7 @@ class _Given:
                 return value
             if id(value) not in self.moved:
                 new = self.copies.get(value, self.target)
-                self.moved[id(value)] = value, new, new._version
+                self.moved[id(value)] = value, new, version_of(new)
             return self.moved[id(value)][1]
         if isinstance(value, (tuple, list)):
             items = [self.bring(item) for item in value]

@@ -23,7 +23,7 @@ from torch import nn
 
 from autoshard.common.packed import stored_tensors
 from autoshard.runtime.devices import copy_tensor
-from autoshard.torch_private import is_transformed
+from autoshard.torch_private import is_transformed, version_of
 
 Key = tuple[int, torch.device, bool]
 
@@ -91,7 +91,7 @@ class Copies:
         key = (id(source), device, differentiable)
         entry = self._entries.get(key)
         if entry is not None:
-            if entry.copy._version != entry.copy_version:
+            if version_of(entry.copy) != entry.copy_version:
                 self.write_back(source, entry.copy)
             if entry.source_version == _version(source):
                 return entry.copy
@@ -100,7 +100,7 @@ class Copies:
         if self.in_run or stays:
             is_parameter = isinstance(source, nn.Parameter)
             held: Any = source if is_parameter else weakref.ref(source, partial(_forget, weakref.ref(self), key))
-            self._entries[key] = _Entry(held, copy, _version(source), copy._version, stays)
+            self._entries[key] = _Entry(held, copy, _version(source), version_of(copy), stays)
         return copy
 
     def _tracked_copy(self, source: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -123,10 +123,10 @@ class Copies:
         source.copy_(copy)
         for key, entry in list(self._entries.items()):
             if key[0] == id(source) and entry.copy is copy:
-                entry.source_version, entry.copy_version = _version(source), entry.copy._version
+                entry.source_version, entry.copy_version = _version(source), version_of(entry.copy)
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """Counts the writes torch saw; the address tells of memory exchanged by `tensor.data = …`."""
     stored = stored_tensors(tensor)[0]
-    return stored._version, stored.data_ptr() if stored.layout is torch.strided else 0
+    return version_of(stored), stored.data_ptr() if stored.layout is torch.strided else 0

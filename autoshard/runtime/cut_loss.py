@@ -16,16 +16,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from autoshard import torch_private
 from autoshard.nested import map_tensors
 from autoshard.runtime.collectives import Axis, ProcessRanks, Ranks, along, reduce, tracked
+from autoshard.runtime.watches import innermost
 
 _NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
 
 def is_awaited(ranks: Ranks) -> bool:
     """Whether a module is running that computes such a loss on these ranks, with gradients."""
-    watch = torch_private.innermost_function_mode()
+    watch = innermost()
     return (
         torch.is_grad_enabled() and not torch.compiler.is_compiling() and isinstance(ranks, ProcessRanks)
         and getattr(watch, "has_loss", False) and getattr(watch, "ranks", None) is ranks

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from autoshard import torch_private
 from autoshard.common.source_lines import calling_line
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
@@ -15,6 +14,7 @@ from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.left_behind import attributes
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Step
+from autoshard.runtime.watches import entered, innermost
 
 Listed = dict[str, tuple[str, list[Step | Lengths]]]
 """Name of a function -> (the name, the steps at its calls)."""
@@ -52,22 +52,29 @@ class Watch(TorchFunctionMode):
 
 def begin_watch(listed: Listed, module: nn.Module, args: tuple) -> None:
     """Pre-hook: begin to watch the functions that a module calls."""
-    Watch(listed).__enter__()
+    watch = Watch(listed)
+    watch.__enter__()
+    entered().append(watch)
 
 
 def end_watch(listed: Listed, module: nn.Module, args: tuple, result: Any) -> None:
     """Hook, also after an exception: end what `begin_watch` began."""
-    watch = torch_private.innermost_function_mode()
-    if isinstance(watch, Watch) and watch.listed is listed:
-        watch.__exit__(None, None, None)
+    watch = innermost()
+    if watch is not None and watch.listed is listed:
+        _leave(watch)
         if result is not None and not torch.compiler.is_compiling():
             _check_counts(watch, module)
 
 
 def leave_interrupted(ranks: Ranks) -> None:
     """Leave what a forward on these ranks has entered that Ctrl-C cut short: torch calls no hooks for it."""
-    while isinstance(watch := torch_private.innermost_function_mode(), Watch) and watch.ranks is ranks:
-        watch.__exit__(None, None, None)
+    while (watch := innermost()) is not None and watch.ranks is ranks:
+        _leave(watch)
+
+
+def _leave(watch: Watch) -> None:
+    entered().pop()
+    watch.__exit__(None, None, None)
 
 
 _OTHER_WAY = (

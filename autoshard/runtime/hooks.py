@@ -29,6 +29,7 @@ from autoshard.nested import flat_tensors, map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current
 from autoshard.runtime.moves import share_memory
 from autoshard.runtime.state import Runtime
+from autoshard.torch_private import base_of, version_of
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
 """Classes of arguments in which there is no tensor."""
@@ -103,7 +104,7 @@ class Hook:
             runtime.local.calls.append(device)
             around.callback(runtime.local.calls.pop)
             if guard.writes_back and moved:
-                around.callback(self.bring_back, [(*pair, pair[1]._version) for pair in moved.values()])
+                around.callback(self.bring_back, [(*pair, version_of(pair[1])) for pair in moved.values()])
             self.set_up(guard, around)
             output = forward(*args, **kwargs)
         if isinstance(output, types.GeneratorType):
@@ -166,7 +167,7 @@ class Hook:
         Raises `ApplyError` if another argument has memory of one that was written: its copy has old values.
         """
         for written, copy, version in copied:
-            if copy._version == version:
+            if version_of(copy) == version:
                 continue
             for source, _, _ in copied:
                 if source is not written and share_memory(source, written):
@@ -203,7 +204,7 @@ def _device_of_caller(values: tuple) -> torch.device | None:
     Parameters that it passes on are where the plan put them, which says nothing about the rest.
     """
     tensors = [tensor for _, tensor in tensors_in(values)]
-    own = (t for t in tensors if not isinstance(t, nn.Parameter) and not isinstance(t._base, nn.Parameter))
+    own = (t for t in tensors if not isinstance(t, nn.Parameter) and not isinstance(base_of(t), nn.Parameter))
     first = next(own, tensors[0] if tensors else None)
     return None if first is None else first.device
 

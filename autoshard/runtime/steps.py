@@ -13,6 +13,7 @@ from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensor
 from autoshard.plan.sharding import Action, LocalLength
 from autoshard.runtime import cut_loss
 from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, copy_from_region, copy_to_region, reduce, tracked
+from autoshard.torch_private import version_of
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
 """Functions of (input, weight, bias)."""
@@ -50,8 +51,8 @@ class Memo:
 
     def _once(self, what: str, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         known = self.made.get((what, id(tensor)))
-        if known is None or known[0] is not tensor or known[2] != tensor._version:
-            known = self.made[what, id(tensor)] = tensor, make(), tensor._version
+        if known is None or known[0] is not tensor or known[2] != version_of(tensor):
+            known = self.made[what, id(tensor)] = tensor, make(), version_of(tensor)
         return known[1]
 
     def original(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ from autoshard.runtime.devices import CPU
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.pinned import lock_for, pin
 from autoshard.runtime.prefetcher import Carrier, LoadFuture
+from autoshard.torch_private import version_of
 
 SLOTS = 2
 """Modules whose copies are on a device at a time, as planned."""
@@ -156,16 +157,16 @@ def _installed(parameters: Sequence[nn.Parameter], copies: Sequence[torch.Tensor
     try:
         with torch.inference_mode(False), torch.no_grad():
             for parameter, copy in zip(parameters, copies, strict=False):
-                execution_devices.append((parameter, parameter.detach(), parameter.grad, parameter._version))
+                execution_devices.append((parameter, parameter.detach(), parameter.grad, version_of(parameter)))
                 parameter.grad = None  # torch wants it where its parameter is
                 set_data(parameter, copy)
-                execution_devices[-1] = (*execution_devices[-1][:3], parameter._version)
+                execution_devices[-1] = (*execution_devices[-1][:3], version_of(parameter))
         del copies
         yield
     finally:
         with torch.inference_mode(False), torch.no_grad():
             for parameter, execution_device, grad, version in execution_devices:
-                if parameter._version != version:  # the forward wrote to it
+                if version_of(parameter) != version:  # the forward wrote to it
                     execution_device.copy_(parameter)
                 set_data(parameter, execution_device)
                 parameter.grad = grad if parameter.grad is None else parameter.grad

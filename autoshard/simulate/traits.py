@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autoshard import torch_private
+from autoshard.common.schemas import schema_of
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ class OpTraits:
 @cache
 def traits_of(func: Any) -> OpTraits:
     """Read an op's schema."""
-    schema = getattr(func, "_schema", None)
+    schema = schema_of(func)
     packet = getattr(func, "overloadpacket", None)
     arguments = schema.arguments if schema is not None else []
     has_out = any(argument.is_out for argument in arguments)

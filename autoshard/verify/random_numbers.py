@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from autoshard.common.schemas import name_of_op
 from autoshard.nested import leaves_in
 from autoshard.torch_private import DispatchMode
 
@@ -38,11 +39,11 @@ class SameRandomNumbers(DispatchMode):
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if func is torch.ops.aten.multinomial.default:  # each row has probabilities of its own
             return made.copy_(args[0].argmax(-1, keepdim=True).expand_as(made))
-        if not isinstance(made, torch.Tensor) or not made.dim() or func._schema.name == "aten::randperm":
+        if not isinstance(made, torch.Tensor) or not made.dim() or name_of_op(func) == "aten::randperm":
             return made
         if not made.is_floating_point():  # whole numbers have a range: those of the first row
             return made.copy_(made[:1].clone().expand_as(made)) if made.numel() else made
-        return made.copy_(_row(func._schema.name.split("::")[1], made, args, kwargs))
+        return made.copy_(_row(name_of_op(func).split("::")[1], made, args, kwargs))
 
 
 def _row(name: str, made: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:

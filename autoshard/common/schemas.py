@@ -1,0 +1,25 @@
+"""What torch says of an op: its name, its arguments and results, and which of them it writes."""
+
+from functools import cache
+from typing import Any
+
+from torch.fx.operator_schemas import get_signature_for_torch_op
+
+from autoshard.torch_private import OpOverload
+
+
+@cache
+def schema_of(op: Any) -> Any:
+    """The schema of an op; None of other functions, and of the few ops of which torch can't write a signature."""
+    if not isinstance(op, OpOverload):
+        return None
+    try:
+        _, schemas = get_signature_for_torch_op(op, return_schemas=True)
+    except (NameError, RuntimeError, ValueError):  # record_stream, conv_tbc_backward
+        return None
+    return schemas[0] if schemas else None
+
+
+def name_of_op(op: Any) -> str:
+    """The name that all overloads of an op have, "aten::add"; "" of other functions."""
+    return op.name().partition(".")[0] if isinstance(op, OpOverload) else ""
