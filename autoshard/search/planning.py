@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from autoshard.capture.shapes import shared_answers
 from autoshard.cluster.cluster import RESERVED, Cluster
 from autoshard.cluster.parse import limited_to, named_pins
 from autoshard.common.collector import no_collection
@@ -30,7 +29,6 @@ DIVIDING = ("auto", "pipeline", "data-parallel", "hybrid")
 """Strategies that may divide the batch."""
 
 
-@shared_answers()
 def plan_measured(
     model: nn.Module,
     inputs: Any,
@@ -49,7 +47,10 @@ def plan_measured(
             f'assume_independent_rows is about dividing the batch, which strategy="{strategy}" does not do. Leave it '
             f"out, or use one of {', '.join(DIVIDING)}."
         )
-    return _saying_what_is_free(_made(request, strategy), request)
+    from autoshard.capture.shapes import shared_answers
+
+    with shared_answers():
+        return _saying_what_is_free(_made(request, strategy), request)
 
 
 def _made(request: Request, strategy: str) -> Plan:
