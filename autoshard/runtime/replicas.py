@@ -60,7 +60,9 @@ def _uncompiled(module: nn.Module) -> dict[str, Any]:
 
 def _compiled_from(module: nn.Module) -> nn.Module | None:
     """The module in what `torch.compile(module)` returned, whose forward is a function of it; None elsewhere."""
-    return next(module.children()) if type(module).__name__ == "OptimizedModule" else None
+    kind = type(module)
+    made_by_torch = kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.")
+    return next(module.children()) if made_by_torch else None
 
 
 def _shared(value: Any, modules: Collection[int]) -> Iterator[Any]:

@@ -326,3 +326,24 @@ def test_caches_of_functions_are_empty_of_tensors_after_apply_and_remove_and_aft
                 assert not steps.cache_info().currsize  # another model would be given the tensors of all ranks
             autoshard.remove(model)
             assert torch.equal(model(x), expected), strategy
+
+
+class OptimizedModule(nn.Module):
+    """A user's class, called as torch calls the module around one that is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+
+def test_replicas_of_a_class_with_the_name_of_what_torch_compiles_run_its_own_forward():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(OptimizedModule()), torch.randn(4, WIDTH)
+    with torch.no_grad(), autoshard.simulate(DEVICES):
+        expected = model(x)
+        plan = autoshard.plan(model, DEVICES, inputs=x, strategy="data-parallel", objective="throughput")
+        assert plan.batch is not None
+        torch.testing.assert_close(autoshard.apply(model, plan)(x), expected)
