@@ -1,6 +1,7 @@
 """Which attributes of modules code reads while it runs: another value of any other one changes nothing."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from autoshard.capture.user_code import is_of_torch
 
 ALL = "__dict__"
 """Read by code which may so have read any attribute."""
+_one_at_a_time = threading.Lock()
+"""What reads attributes of modules is one for all threads, of which several may plan."""
 
 
 @contextmanager
@@ -25,8 +28,9 @@ def noted_reads(model: nn.Module) -> Iterator[set[tuple[str, str]]]:
             read.add((path, name))
         return object.__getattribute__(module, name)
 
-    nn.Module.__getattribute__ = look  # type: ignore[assignment, method-assign]
-    try:
-        yield read
-    finally:
-        del nn.Module.__getattribute__
+    with _one_at_a_time:
+        nn.Module.__getattribute__ = look  # type: ignore[assignment, method-assign]
+        try:
+            yield read
+        finally:
+            del nn.Module.__getattribute__
