@@ -8,7 +8,7 @@ import torch
 
 from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, written_storages
 from autoshard.capture.traits import traits_of
-from autoshard.common.schemas import schema_of
+from autoshard.common.schemas import arguments_of_op
 from autoshard.torch_private import OpOverload
 
 
@@ -27,8 +27,7 @@ def named(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[s
 
 @cache
 def _defaults(target: Any) -> dict[str, Any]:
-    schema = schema_of(target)
-    return {argument.name: argument.default_value for argument in (schema.arguments if schema is not None else ())}
+    return {argument.name: argument.default_value for argument in arguments_of_op(target)}
 
 
 def with_tensors(op: Op, made: Callable[[torch.fx.Node], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

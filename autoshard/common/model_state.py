@@ -203,8 +203,8 @@ def undisturbed(model: nn.Module, given: Any, run: Callable[[], Made]) -> Made:
         state.put_back()
 
 
-def emptied_caches(model: nn.Module) -> list[Any]:
-    """The caches of functions that a model calls, without the tensors that they had.
+def empty_caches(model: nn.Module) -> list[Any]:
+    """Empty the caches of functions that a model calls of tensors, and return all of them.
 
     A model that was moved would be given those of the devices where it was.
     """

@@ -20,6 +20,12 @@ def schema_of(op: Any) -> Any:
     return schemas[0] if schemas else None
 
 
+def arguments_of_op(op: Any) -> Any:
+    """The arguments that the schema of an op lists; none of what has no schema."""
+    schema = schema_of(op)
+    return () if schema is None else schema.arguments
+
+
 def name_of_op(op: Any) -> str:
     """The name that all overloads of an op have, "aten::add"; "" of other functions."""
     return op.name().partition(".")[0] if isinstance(op, OpOverload) else ""

@@ -16,7 +16,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.common.fingerprint import fingerprint
-from autoshard.common.model_state import emptied_caches, forget_tensors
+from autoshard.common.model_state import empty_caches, forget_tensors
 from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import map_tensors, tensors_in
@@ -99,7 +99,7 @@ def apply_cuts(
                 empty = [name for name, place in ready.record.devices.items() if place == META and name not in absent]
                 ready.record.devices.update(dict.fromkeys(empty, CPU))
             if isinstance(ranks, LocalRanks):
-                ready.record.caches = emptied_caches(model)
+                ready.record.caches = empty_caches(model)
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
             _install(model, ready, results)
     except BaseException:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.common.model_state import emptied_caches
+from autoshard.common.model_state import empty_caches
 from autoshard.errors import ApplyError, PlanError, SpecError, first_line
 from autoshard.plan import Plan
 from autoshard.runtime import apply as placing
@@ -35,7 +35,7 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     """
     if plan.launch == "processes":
         check_launched(plan)
-    emptied_caches(model)
+    empty_caches(model)
     several, mesh = count_processes() > 1, plan.mesh
     divide: Any = None
     if mesh is not None and several:
@@ -108,7 +108,7 @@ def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Modu
     Any map runs, slower than a plan. Raises what `apply_plan` raises.
     """
     _check_not_cut(model)
-    emptied_caches(model)
+    empty_caches(model)
     placing.place(model, Plan.from_device_map(device_map), conservative=True)
     return with_map(model, {path: str(device) for path, device in device_map.items()})
 
@@ -116,7 +116,7 @@ def apply_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> nn.Modu
 def remove(model: nn.Module) -> nn.Module:
     """Undo `apply_plan`: the same module, whole, where it was. Raises `ApplyError` if nothing is applied."""
     without_map(model)
-    emptied_caches(model)
+    empty_caches(model)
     if pipeline_record(model) is not None:
         return remove_stages(model)
     if replica_record(model) is not None:

@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from autoshard import torch_private
-from autoshard.common.schemas import schema_of
+from autoshard.common.schemas import arguments_of_op, schema_of
 from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors
 from autoshard.runtime.backward import with_backward
@@ -317,16 +317,11 @@ def _makes_tensor(func: Any) -> bool:
     return schema is not None and any("Tensor" in str(result.type) for result in schema.returns)
 
 
-def _arguments(func: Any) -> Any:
-    schema = schema_of(func)
-    return () if schema is None else schema.arguments
-
-
 def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:
     """Whether an op draws random numbers this time: those that may drop only if they do."""
     if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
         return False
-    for position, argument in enumerate(_arguments(func)):
+    for position, argument in enumerate(arguments_of_op(func)):
         if argument.name in ("p", "dropout_p", "dropout", "train", "training"):
             given = args[position] if position < len(args) else kwargs.get(argument.name, argument.default_value)
             if given is not None and not given:
@@ -397,7 +392,7 @@ def _wrapped(parts: list[torch.Tensor], devices: tuple[torch.device, ...], found
 def _take_over_shape(func: Any, tensor: RankTensor) -> None:
     """Let a tensor whose parts were reshaped in place say so; its history and version stay."""
     packet = getattr(func, "overloadpacket", None)
-    if torch.Tag.inplace_view in func.tags or packet in _RESHAPING or any(a.is_out for a in _arguments(func)):
+    if torch.Tag.inplace_view in func.tags or packet in _RESHAPING or any(a.is_out for a in arguments_of_op(func)):
         part = tensor.parts[0]
         same_strides = tensor.shape == part.shape and tensor.stride() == part.stride()
         if not same_strides or tensor.storage_offset() != part.storage_offset():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autoshard import torch_private
-from autoshard.common.schemas import schema_of
+from autoshard.common.schemas import arguments_of_op
 
 aten = torch.ops.aten
 
@@ -51,9 +51,7 @@ class OpTraits:
 @cache
 def traits_of(func: Any) -> OpTraits:
     """Read an op's schema."""
-    schema = schema_of(func)
-    packet = getattr(func, "overloadpacket", None)
-    arguments = schema.arguments if schema is not None else []
+    packet, arguments = getattr(func, "overloadpacket", None), arguments_of_op(func)
     has_out = any(argument.is_out for argument in arguments)
     return OpTraits(
         composite=isinstance(func, torch_private.OpOverload) and torch_private.is_composite(func),
