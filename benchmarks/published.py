@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 from common import run_command
-from published_rows import DECODE, MEMORY, THROUGHPUT, Row, Unpriced, family, price, recipe_of, run_of
+from published_rows import ANSWERS, DECODE, MEMORY, THROUGHPUT, Row, Unpriced, family, price, recipe_of, run_of
 
 from autoshard.errors import AutoshardError
 
@@ -52,7 +52,7 @@ def price_rows(rows: Sequence[Row]) -> tuple[list[Priced], list[dict[str, str]]]
         if sys.stderr.isatty():
             print(f"\r{index + 1}/{len(rows)}", end="", file=sys.stderr)
         try:
-            value = price(row, serves=run_of(row) in serving or "decode" in row["source"], known=known)
+            value = price(row, serves=run_of(row) in serving or bool(ANSWERS.search(row["source"])), known=known)
         except (Unpriced, AutoshardError) as error:
             unpriced.append({"id": row["id"], "reason": str(error)})
         else:

@@ -49,6 +49,8 @@ and 2.0, of 2023, had the first fused attention, made for the A100."""
 UNFUSED = re.compile(r"bigscience|2104\.04473|2205\.05198", re.I)
 """Sources of 2021 and 2022, before fused attention."""
 SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
+ANSWERS = re.compile(r"decode|-token prompt")
+"""What a source says of runs that generate and don't train."""
 JEAN_ZAY_BYTES_PER_SECOND = 4 * 25e9
 """Of one A100 to the others of its host: "NVLink 4 inter-gpu connects" (BLOOM, arXiv 2211.05100)."""
 QUANTISED = {"int8": 1.0, "int4": 0.625, "nf4-dq": 0.516, "nf4": 0.5625, "fp4": 0.5625, "awq": 0.53, "gptq": 0.53}
@@ -368,9 +370,22 @@ def network_gbits(row: Row, per_host: int) -> float:
     return 0.0
 
 
+def too_large(row: Row, *, serves: bool) -> bool:
+    """Whether weights alone, or with gradients and moments in 16 bits, are more than all cards hold, sharded evenly."""
+    named = re.search(r"(\d+(?:\.\d+)?)b\b", row["model"], re.I)
+    parameters = 1e9 * float(row["params_b"] or (named[1] if named else 0))
+    trains_all = not serves and "lora" not in f"{row['optimizer']} {row['id']}".lower()
+    per_parameter = 8 if trains_all else 2
+    if re.search(r"fp8|nf4|int\d|fp4", row["dtype"].lower()):
+        return False
+    return parameters * per_parameter > number(row, "gpus", 1) * hardware_of(row)[0].memory_bytes
+
+
 def price(row: Row, *, serves: bool, known: dict[Any, Any] | None = None) -> float:
     """The predicted figure of a row; estimates of the same run are taken from `known`."""
     known = {} if known is None else known
+    if row["metric"] == "fits" and too_large(row, serves=serves):
+        return 0.0
     recipe, *asked = serving_of(row) if serves else (recipe_of(row),)
     shape = dimensions_of(row)
     card, topology = hardware_of(row)
