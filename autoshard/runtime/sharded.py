@@ -161,8 +161,8 @@ def policy_of(plan: Plan, casts: bool = True) -> dict[str, Any]:
 
     if not plan.launch or plan.precision != "mixed":
         return {}
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-    return {"mp_policy": MixedPrecisionPolicy(**dtypes, cast_forward_inputs=casts)}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=casts)
+    return {"mp_policy": policy}
 
 
 def shards(plan: Plan) -> bool:
