@@ -192,8 +192,13 @@ def _packed(question: Question, batch: BatchAxis) -> str:
         for path, tensor in nested.tensors_in(question.bound)
         if path in uneven or (path in batch.whole and tensor.dim() > 1 and tensor.shape[0] > batch.size)
     ]
-    listed = " and ".join(found)
-    return f". No dimension of {listed} is the batch: its rows may be packed one after the other" if found else ""
+    if found:
+        return f". No dimension of {' and '.join(found)} is the batch: its rows may be packed one after the other"
+    lists = Counter(item.path.rpartition(".")[0] for item in batch.inputs)
+    (name, count), *others = lists.items()
+    if others or not name or count < 2:
+        return ""
+    return f". {name} holds {count} tensors: samples in a list are not divided, only those along a dimension"
 
 
 def _guesses(question: Question, known: int | None = None) -> Iterator[BatchAxis]:

@@ -496,6 +496,16 @@ def test_rows_that_are_packed_are_refused():
     )
 
 
+def test_samples_in_a_list_are_named_where_their_first_dimension_is_none_of_samples():
+    class Images(nn.Conv2d):
+        def forward(self, images):
+            return torch.stack([super(Images, self).forward(image[None]).mean() for image in images])
+
+    assert "images holds 4 tensors: samples in a list are not divided" in refused(
+        Images(3, 2, 3), {"images": [torch.randn(3, 8, 8) for _ in range(4)]}
+    )
+
+
 def test_a_model_made_for_so_many_rows_is_refused():
     model = Small(lambda self, x: self.linear(x) * self.more[0].weight, nn.Linear(6, 4))
     assert "can't be divided" in refused(model, torch.randn(4, 6))
