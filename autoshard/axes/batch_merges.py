@@ -19,13 +19,13 @@ from typing import Any, Literal
 import torch
 
 from autoshard.axes import rules
-from autoshard.axes.axis import covers
+from autoshard.axes.axis import covers, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_rules import SAME
 from autoshard.axes.given import arguments_of, ops_behind, origin, overwritten_by
 from autoshard.axes.reshaping import JOINS, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, broadcast, dims_of, names
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 
@@ -134,8 +134,7 @@ class Merges:
         value, names = op.inputs[1], []
         if torch.Size(graph.values[value].shape).numel() > 1:  # counted by position, of which parts have other shares
             return Merged(how="each")
-        while graph.values[value].op >= 0 and len(graph.ops[graph.values[value].op].inputs) == 1:
-            source = graph.ops[graph.values[value].op]
+        while (source := sole_maker(graph, value)) is not None and len(source.inputs) == 1:
             names.append(name_of(source))
             read = graph.values[source.inputs[0]]
             if graph.values[value].dtype is torch.bool and read.dtype is not torch.bool:
@@ -200,7 +199,8 @@ class Merges:
             axes, shapes = [one[:rows] for one in axes], [one[:rows] for one in shapes]
         made: list[Axes] = []
         mixed = self.walk.mixes(lambda: made.append(broadcast(self.walk.walk, axes, shapes)))
-        if mixed or not any(covers(axis, self.walk.batch) for axis in made[0]):
+        once = sum(times(axis, self.walk.batch) for axis in made[0]) == 1  # twice: each sample with each
+        if mixed or not once or not any(covers(axis, self.walk.batch) for axis in made[0]):
             return None
         if reduction == SUM or not by_number:
             return Merged(how="sum" if reduction == SUM else "mean")
@@ -214,13 +214,10 @@ def counted_labels(graph: ModelGraph, target: int, ignored: int) -> tuple[int, i
 
     The elements of what it compares with, `target`, must be those of an input, each once, in any order, and numbers
     that do not count; of the input, the first one of each row may be left out. Found by doing the views, paddings and
-    casts in between to numbers that all differ.
+    casts in between to numbers that all differ. None where any of them is written into.
     """
     chain = [target]
-    while graph.values[chain[0]].op >= 0:
-        op = graph.ops[graph.values[chain[0]].op]
-        if len(op.inputs) != 1 or op.mutates or op.node is None:
-            return None
+    while (op := sole_maker(graph, chain[0])) is not None and len(op.inputs) == 1:
         chain.insert(0, op.inputs[0])
     if chain[0] not in graph.inputs:
         return None
@@ -263,19 +260,21 @@ def is_so_much_per_row(walk: BatchAxes, value: int) -> bool:
     mine, other = (torch.Size(one.values[source].shape).numel() for one in (graph, walk.other))
     if not walk.is_the_same(source) or not mine or Fraction(other, mine) != Fraction(walk.other_rows, walk.rows):
         return False
+    if any(overwritten_by(graph, one, [source]) for one in graph.ops[op.index :]):
+        return False  # what it holds now is not what was summed
     made_of = ops_behind(graph, _unordered(walk, source), writes=True)
     return all(isinstance(one.target, OpOverload) and not traits_of(one.target).random for one in made_of)
 
 
 def _converted(graph: ModelGraph, value: int) -> Op | None:
     """The op that makes a value, which may have been given another type since."""
-    return maker_of(graph, origin(graph, value, "to", "_to_copy", "alias", "detach"))
+    return sole_maker(graph, origin(graph, value, "to", "_to_copy", "alias", "detach"))
 
 
 def _unordered(walk: BatchAxes, value: int) -> int:
     """The table whose elements along a dimension a value has in another order in each row; else the value."""
     graph = walk.graph
-    op = maker_of(graph, value)
+    op = sole_maker(graph, value)
     if op is None or name_of(op) != "gather" or op.node is None or len(op.inputs) != 2 or op.mutates:
         return value
     table, index = op.inputs
@@ -288,5 +287,4 @@ def _unordered(walk: BatchAxes, value: int) -> int:
         return value
     same = graph.values[index].shape == shape and along % len(shape) == dim % len(shape)
     longer = walk.longer(table)
-    kept = not walk.is_overwritten(index) and not walk.is_overwritten(value)
-    return table if same and kept and not longer[dim % len(shape)] and order.outputs[-1] != table else value
+    return table if same and not longer[dim % len(shape)] and order.outputs[-1] != table else value

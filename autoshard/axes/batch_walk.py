@@ -181,12 +181,19 @@ class BatchWalk(BatchAxes):
                 for factor in factors_of(axis):
                     if factor not in mine and not factor.rigid:
                         make_unshardable((factor,), "a part of it is written")
-            if state == "mixed" or (state == "apart" and self.made(True, other) == "mixed"):
+            if self._mixes_other(value, state, other):
                 self._states[other] = "mixed"
                 self.cause.setdefault(other, self.cause.get(value, op.index))
             elif state == "apart" and self._states[other] == "shared":
                 self._states[other] = "apart"
         self._enter(value, state)
+
+    def _mixes_other(self, value: int, state: State, other: int) -> bool:
+        """Whether a write into one value mixes samples in another one of the same memory: one sample's place in it may
+        be another's in what was written, as on a diagonal."""
+        if state == "apart":
+            return self.made(True, other) == "mixed"
+        return state == "mixed" or (self._states[other] == "apart" and not self.has_batch(value))
 
 
 def _ungrouped(op: Op) -> list[Any]:

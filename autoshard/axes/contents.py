@@ -11,7 +11,7 @@ import torch
 from autoshard.axes.axis import Axis, Factor, describe, factors_of, fresh, whole
 from autoshard.axes.given import arguments_of, computed, literals
 from autoshard.axes.reshaping import PARTS
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, written_storages
+from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker, written_storages
 from autoshard.plan.batching import with_rows
 from autoshard.plan.sharding import coordinates_of
 
@@ -82,7 +82,7 @@ def bound_of_filled(graph: ModelGraph, op: Op, bound: int, root: Callable[[int],
     number = op.node.args[2] if len(op.node.args) > 2 else None
     if not bound or type(number) is not int or number < 0:
         return 0
-    mask = maker_of(graph, op.inputs[1])
+    mask = sole_maker(graph, op.inputs[1])
     if mask is not None and mask.node is not None and name_of(mask) == "eq" and len(mask.inputs) == 1:
         same = root(mask.inputs[0]) == root(op.inputs[0]) >= 0 and root(op.inputs[1]) >= 0  # nothing is written over
         if same and mask.node.args[1] == bound - 1:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, written_storages
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, sole_maker, written_storages
 from autoshard.capture.traits import traits_of
 from autoshard.common.schemas import arguments_of_op
 from autoshard.torch_private import OpOverload
@@ -112,7 +112,7 @@ def reads_bits(op: Op) -> bool:
 
 def origin(graph: ModelGraph, value: int, *through: str) -> int:
     """The value that a value is made of by ops of these names alone, each of one tensor."""
-    while (op := maker_of(graph, value)) is not None and name_of(op) in through and len(op.inputs) == 1:
+    while (op := sole_maker(graph, value)) is not None and name_of(op) in through and len(op.inputs) == 1:
         value = op.inputs[0]
     return value
 

@@ -23,7 +23,7 @@ from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import COPIES
 from autoshard.axes.given import reads_bits
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.capture.graph import FOUND, ModelGraph, Op, maker_of, name_of, written_storages
+from autoshard.capture.graph import FOUND, ModelGraph, Op, name_of, sole_maker
 
 _PARTS = ("index", "index_select", "_unsafe_index")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
@@ -51,7 +51,7 @@ class Hits:
         """The states of what an op makes of hits; None if it is no such op."""
         walk = self.walk
         if op.outputs and self.lists.get(op.outputs[0]) == op.index:
-            mask = hit_mask(walk.graph, op.inputs[0], self.walk.overwritten)
+            mask = hit_mask(walk.graph, op.inputs[0])
             if mask is None or not walk.is_of_samples(mask) or times(walk.axes(mask)[0], walk.batch):
                 return None
             self.found[op.index] = mask
@@ -64,8 +64,8 @@ class Hits:
 
     def tells(self, value: int) -> bool:
         """Whether a value is a hit, or lists hits, or compares a hit with a given number."""
-        op = maker_of(self.walk.graph, value)
-        if op is not None and name_of(op) in _COMPARISONS and len(op.inputs) == 1 and not op.mutates:
+        op = sole_maker(self.walk.graph, value)
+        if op is not None and name_of(op) in _COMPARISONS and len(op.inputs) == 1:
             value = op.inputs[0]
         return self.known(value) is not None or self.lists.get(value) in self.found
 
@@ -92,10 +92,8 @@ class Hits:
     def tied(self, mask: int) -> Hit | None:
         """The hit of whose entries a mask tells; None if it is no part of a mask of experts."""
         graph = self.walk.graph
-        while (op := maker_of(graph, mask)) is not None:
+        while (op := sole_maker(graph, mask)) is not None:
             assert op.node is not None
-            if self.walk.is_overwritten(mask):
-                return None
             name, source = name_of(op), op.inputs[0] if op.inputs else -1
             if name == "select" and op.node.args[1] == 0:
                 number: Any = op.node.args[2]
@@ -112,16 +110,15 @@ class Hits:
 
 def named_hits(graph: ModelGraph) -> tuple[dict[int, int], dict[int, Hit]]:
     """(values that list hits, with the op that found them; values that are one hit), by what the run found."""
-    written = written_storages(graph)
     lists: dict[int, int] = {}
     named: dict[int, Hit] = {}
     masks: dict[int, int] = {}
     for op in graph.ops:
-        if not op.inputs or op.mutates or op.node is None:
+        if not op.inputs or op.node is None or not all(sole_maker(graph, value) for value in op.outputs):
             continue
         source, name = op.inputs[0], name_of(op)
         if name == "nonzero" and FOUND in op.node.meta:
-            mask = hit_mask(graph, source, written)
+            mask = hit_mask(graph, source)
             if mask is not None:
                 lists[op.outputs[0]], masks[op.index] = op.index, mask
         elif source in lists and len(op.inputs) == 1:
@@ -150,14 +147,14 @@ def _is_one(graph: ModelGraph, op: Op) -> bool:
     return alone and kept and not graph.values[op.outputs[0]].dtype.is_floating_point
 
 
-def hit_mask(graph: ModelGraph, value: int, written: set[int]) -> int | None:
+def hit_mask(graph: ModelGraph, value: int) -> int | None:
     """The mask of which a value tells, for each line of its first dimension, whether any element is true."""
-    op = maker_of(graph, value)
+    op = sole_maker(graph, value)
     if op is None or op.node is None or len(graph.values[value].shape) != 1:
         return None
     name = name_of(op)
     if name in ("greater", "gt", "ne", "not_equal") and len(op.inputs) == 1 and op.node.args[1] == 0:
-        op = maker_of(graph, op.inputs[0])
+        op = sole_maker(graph, op.inputs[0])
         name = name_of(op) if op is not None else ""
     if op is None or op.node is None or name not in _COUNTS or len(op.inputs) != 1:
         return None
@@ -167,22 +164,20 @@ def hit_mask(graph: ModelGraph, value: int, written: set[int]) -> int | None:
     listed = [dims] if isinstance(dims, int) else list(dims or [])
     over = sorted(dim % len(shape) for dim in listed)
     rest = graph.values[op.outputs[0]].shape == shape[:1] and over == list(range(1, len(shape)))
-    return mask if rest and _is_never_negative(graph, mask, written) else None
+    return mask if rest and _is_never_negative(graph, mask) else None
 
 
-def _is_never_negative(graph: ModelGraph, value: int, written: set[int]) -> bool:
+def _is_never_negative(graph: ModelGraph, value: int) -> bool:
     """Whether no element can be below zero, by what makes it: a sum of such is nought only if all of them are."""
-    if graph.values[value].storage in written:
+    op = sole_maker(graph, value)
+    if op is None or op.node is None:
         return False
     if graph.values[value].dtype is torch.bool:
         return True
-    op = maker_of(graph, value)
-    if op is None or op.node is None:
-        return False
     name = name_of(op)
     if name == "one_hot":
         return True
     if name == "mul" and not all(isinstance(item, torch.fx.Node) for item in op.node.args):
         return False
     passes = name in {"to", "_to_copy", "mul"} | MOVES | RESHAPES and not reads_bits(op)
-    return passes and all(_is_never_negative(graph, one, written) for one in op.inputs)
+    return passes and all(_is_never_negative(graph, one) for one in op.inputs)

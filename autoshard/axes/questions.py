@@ -15,7 +15,7 @@ import torch
 from autoshard.axes.given import origin
 from autoshard.axes.reshaping import RESHAPES
 from autoshard.capture.call_log import Ref, ValueGuard
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 
 COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
 """Ops that hand on the values that they are given."""
@@ -30,14 +30,14 @@ def read_values(reading: ValueGuard) -> list[int]:
 
 def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
     """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
-    op = maker_of(graph, origin(graph, value, "detach", "to", "clone", "alias", "view", "reshape"))
+    op = sole_maker(graph, origin(graph, value, "detach", "to", "clone", "alias", "view", "reshape"))
     if op is None or op.node is None:
         return None
     name = name_of(op)
     if name in ("all", "_is_all_true", "any", "_is_any_true") and not graph.values[op.outputs[0]].shape:
         return op.inputs[0], "all" in name
     if name == "eq" and len(op.inputs) == 1:  # mask.sum() == mask.numel()
-        source = maker_of(graph, op.inputs[0])
+        source = sole_maker(graph, op.inputs[0])
         if source is not None and name_of(source) == "sum" and len(source.inputs) == 1:
             row = graph.values[source.inputs[0]]
             if row.dtype is torch.bool and op.node.args[1] == torch.Size(row.shape).numel():
@@ -47,7 +47,7 @@ def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
 
 def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
     """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
-    op = maker_of(graph, origin(graph, value, "to", "_to_copy", "detach", "clone", "alias", "view", "reshape"))
+    op = sole_maker(graph, origin(graph, value, "to", "_to_copy", "detach", "clone", "alias", "view", "reshape"))
     if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
         return None
     number, source = op.node.args[1], origin(graph, op.inputs[0], "to", *RESHAPES)
@@ -61,7 +61,7 @@ def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
 def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | None:
     """(answer, tensors): the answer is given if and only if each single element of the tensors fulfils something."""
     value = origin(graph, value, *COPIES)
-    op = maker_of(graph, value)
+    op = sole_maker(graph, value)
     if op is None or op.node is None or op.mutates:
         return None
     name = name_of(op)
@@ -82,7 +82,7 @@ def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | Non
 
 def number_of_each(graph: ModelGraph, value: int, *, largest: bool) -> int | None:
     """The tensor of which a value is the largest element, or the smallest; None if it is not."""
-    op = maker_of(graph, origin(graph, value, *COPIES))
+    op = sole_maker(graph, origin(graph, value, *COPIES))
     if op is None or len(op.inputs) != 1 or len(op.outputs) != 1 or graph.values[op.outputs[0]].shape:
         return None
     return op.inputs[0] if name_of(op) in (_LARGEST if largest else _LEAST) else None
@@ -94,7 +94,7 @@ def _all_say(both: list[tuple[bool, list[int]] | None], answer: bool) -> bool:
 
 def _extreme(graph: ModelGraph, op: Op, *, above: bool) -> tuple[bool, list[int]] | None:
     """`x.min() >= 0` says that each element is, `x.max() > 1` that some element is."""
-    source = maker_of(graph, op.inputs[0])
+    source = sole_maker(graph, op.inputs[0])
     if source is None or source.node is None or op.node is None:
         return None
     name, numbers = name_of(source), op.node.args[1:]

@@ -27,7 +27,7 @@ from autoshard.axes.entries import Entries
 from autoshard.axes.given import ops_behind, origin
 from autoshard.axes.questions import COPIES
 from autoshard.axes.reshaping import RESHAPES
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 
 _SPREADS = frozenset({"expand", "expand_as", "broadcast_to", "clone", *COPIES}) | RESHAPES
 """Ops that repeat each element as often as any other, and keep their order."""
@@ -114,10 +114,10 @@ class Scattered:
 
 def _counted(graph: ModelGraph, value: int) -> tuple[int, Fraction, bool] | None:
     """(mask, number, answer) if a value says, by this answer, that so many elements of a mask are true."""
-    op = maker_of(graph, origin(graph, value, *COPIES, "all", "_is_all_true"))
+    op = sole_maker(graph, origin(graph, value, *COPIES, "all", "_is_all_true"))
     if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
         return None
-    number, source = op.node.args[1], maker_of(graph, op.inputs[0])
+    number, source = op.node.args[1], sole_maker(graph, op.inputs[0])
     per_place = Fraction(1)
     while source is not None and source.node is not None and graph.values[source.outputs[0]].dtype in _WHOLE:
         if len(source.inputs) != 1:
@@ -130,7 +130,7 @@ def _counted(graph: ModelGraph, value: int) -> tuple[int, Fraction, bool] | None
             per_place *= times
         elif name not in COPIES:
             break
-        source = maker_of(graph, source.inputs[0])
+        source = sole_maker(graph, source.inputs[0])
     if source is None or name_of(source) not in ("sum", "count_nonzero") or graph.values[source.outputs[0]].shape:
         return None
     if type(number) is not int or number < 1 or graph.values[source.inputs[0]].dtype not in (torch.bool, *_WHOLE):
@@ -151,7 +151,7 @@ def _is_mask_alone(graph: ModelGraph, op: Op) -> bool:
 def _spread_from(graph: ModelGraph, value: int) -> Iterator[int]:
     """A value, and those before it of which each element was repeated as often as any other, back to a mask."""
     yield value
-    while (op := maker_of(graph, value)) is not None and name_of(op) in _SPREADS and op.inputs and not op.mutates:
+    while (op := sole_maker(graph, value)) is not None and name_of(op) in _SPREADS and op.inputs and not op.mutates:
         if graph.values[op.inputs[0]].dtype is not torch.bool and graph.values[value].dtype is torch.bool:
             return  # here it became a mask
         value = op.inputs[0]

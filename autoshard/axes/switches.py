@@ -17,7 +17,7 @@ import torch
 from autoshard.axes.given import arguments_of, computed, literals, overwritten_by, plain, reads_bits
 from autoshard.axes.hits import Hit
 from autoshard.axes.reshaping import MOVES, RESHAPES
-from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of
+from autoshard.capture.graph import ModelGraph, Op, maker_of, name_of, sole_maker
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 
@@ -77,7 +77,7 @@ class Numbering:
         """What is known where all elements of a value are true, or false: of it and of what it was made of."""
         facts: list[Fact] = []
         chain = [value]
-        while (op := maker_of(graph, chain[-1])) is not None and len(op.inputs) == 1 and not op.mutates:
+        while (op := sole_maker(graph, chain[-1])) is not None and len(op.inputs) == 1:
             chain.append(op.inputs[0])
         kept = chain[:1]
         for made, source in pairwise(chain):

@@ -312,6 +312,11 @@ def maker_of(graph: ModelGraph, value: int) -> Op | None:
     return graph.ops[at] if at >= 0 else None
 
 
+def sole_maker(graph: ModelGraph, value: int) -> Op | None:
+    """The op that alone decides what a value holds; None of what comes from outside, or is ever written into."""
+    return None if graph.values[value].storage in written_storages(graph) else maker_of(graph, value)
+
+
 # ---- as an `fx.GraphModule`
 
 
@@ -369,13 +374,18 @@ def _trace_of(op: Op) -> str | None:
     return f'  File "{file}", line {line}, in {function}\n    {linecache.getline(file, line).strip()}\n'
 
 
-def written_storages(graph: ModelGraph) -> set[int]:
+def written_storages(graph: ModelGraph) -> frozenset[int]:
     """The storages that any op writes into."""
-    return {graph.values[value].storage for op in graph.ops for value in op.mutates}
+    if graph not in _WRITTEN:
+        _WRITTEN[graph] = frozenset(graph.values[value].storage for op in graph.ops for value in op.mutates)
+    return _WRITTEN[graph]
+
+
+_WRITTEN: weakref.WeakKeyDictionary[ModelGraph, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
 def _own(
-    graph: ModelGraph, value: int, tensor: torch.Tensor, written: set[int], storages: Storages
+    graph: ModelGraph, value: int, tensor: torch.Tensor, written: frozenset[int], storages: Storages
 ) -> torch.Tensor:  # fmt: skip
     return copied(tensor, storages) if graph.values[value].storage in written else tensor.detach()
 
