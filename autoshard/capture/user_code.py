@@ -4,10 +4,12 @@ import inspect
 import pathlib
 import traceback
 from types import FrameType
+from typing import Any
 
 import torch
 
 import autoshard.errors
+from autoshard import nested
 
 _OWN = str(pathlib.Path(autoshard.errors.__file__).parent)
 _TORCH = str(pathlib.Path(torch.__file__).parent)
@@ -24,7 +26,8 @@ def drop_frames(error: BaseException) -> None:
     """Note on an error, and on those it came of, which lines it went through; let go of what these functions had.
 
     The lines are told in a note in place of the traceback. Clearing frames is not enough: a function with a closure
-    keeps what is in there, such as torch's own around the forward of a module that has hooks.
+    keeps what is in there, such as torch's own around the forward of a module that has hooks. Tensors among the
+    arguments and attributes of the errors are replaced by words.
     """
     todo: list[BaseException | None] = [error]
     while todo:
@@ -35,7 +38,21 @@ def drop_frames(error: BaseException) -> None:
             one.add_note("It came up at (most recent call last):\n" + "".join(lines.format()))
             traceback.clear_frames(one.__traceback__)
             one.__traceback__ = None
+            _let_go_of_tensors(one)
             todo += [one.__cause__, one.__context__]
+
+
+def _let_go_of_tensors(error: BaseException) -> None:
+    error.args = nested.map_tensors(error.args, _in_words)
+    for name, item in vars(error).items():
+        if nested.flat_tensors(item):
+            setattr(error, name, nested.map_tensors(item, _in_words))
+    if isinstance(error, AttributeError):
+        error.obj = None  # whose attribute it was: the message says so
+
+
+def _in_words(tensor: torch.Tensor) -> Any:
+    return f"tensor of shape {tuple(tensor.shape)}"
 
 
 def files_and_lines(error: BaseException) -> list[tuple[str, int]]:

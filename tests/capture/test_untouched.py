@@ -168,6 +168,35 @@ def test_what_is_kept_outside_of_the_model_is_refused_with_its_maker():
     del contextlib.kept
 
 
+class TensorError(ValueError):
+    def __init__(self, tensor):
+        super().__init__("not finite", tensor)
+        self.tensor = tensor
+
+
+class RaisesWithTensor(nn.Module):
+    def __init__(self, act) -> None:
+        super().__init__()
+        self.act = act
+
+    def forward(self, x):
+        return self.act(x * 2)
+
+
+def _not_finite(x):
+    raise TensorError(x)
+
+
+@pytest.mark.parametrize(("act", "words"), [
+    (lambda x: x.silu(), "AttributeError: .* has no attribute 'silu'"),
+    (_not_finite, r"TensorError: .*not finite.*tensor of shape \(2, 4\)"),
+])  # fmt: skip
+def test_an_error_that_has_a_tensor_is_told_itself(act, words):
+    """Not that somebody keeps a tensor."""
+    with pytest.raises(CaptureError, match=rf"could not be run with the inputs given: {words}"):
+        capture(RaisesWithTensor(act), torch.randn(2, 4))
+
+
 @compile_compatible_method_lru_cache(maxsize=4)
 def steps(length):
     """Of a cache whose decorator is in another file."""
