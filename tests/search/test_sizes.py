@@ -38,7 +38,8 @@ def test_cells_are_what_the_command_line_says(case, tmp_path, monkeypatch):
     spec, strategy = CASES[case]
     net, file, cells = tmp_path / "net.py", tmp_path / "plan.json", []
     net.write_text(MODEL)
-    run("plan", net, "-d", spec, "--strategy", strategy, "--batch", 8, "--seq", 16, "-o", file)
+    one = ("--launch", "one-process")
+    run("plan", net, "-d", spec, "--strategy", strategy, "--batch", 8, "--seq", 16, *one, "-o", file)
     page = importlib.import_module("autoshard.report.page")
     monkeypatch.setattr(page, "make_page", lambda *_, **shown: cells.extend(shown["cells"]) or "")
     run("report", file, "-o", tmp_path / "page.html", "--no-compare")
