@@ -40,7 +40,7 @@ ALONE = ("ddp.py", "restart.py", "column_parallel.py")
 def test_whole_example(name):
     done = run(f"examples/{name}")
     assert done.returncode == 0, done.stderr[-2000:]
-    assert SAYS[name] in done.stdout and "does not fit" in done.stdout and "per forward" in done.stdout, done.stdout
+    assert SAYS[name] in done.stdout and "no recipe fits" in done.stdout and "per forward" in done.stdout, done.stdout
 
 
 # All but those that take long in processes of their own, with the slow ones.
