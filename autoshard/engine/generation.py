@@ -202,8 +202,8 @@ def _working_bytes(setting: Setting, block: Block, rows: int) -> float:
 
 
 def _joined_bytes(setting: Setting, block: Block) -> float:
-    """Bytes of what the groups of sequences have made in the last stage, and of the same put together."""
-    groups = setting.recipe.num_microbatches
-    if setting.generates or block.path != "last" or groups < 2:
+    """Bytes of what the groups of sequences have made in the last stage, and of the same put together, also of one."""
+    recipe = setting.recipe
+    if setting.generates or block.path != "last" or recipe.pp < 2:
         return 0.0
-    return 2 * groups * sums_of(block).widest.on(setting.share)
+    return 2 * recipe.num_microbatches * sums_of(block).widest.on(setting.share)
