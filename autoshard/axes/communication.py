@@ -101,7 +101,7 @@ class CommunicationPoints:
         for op, value in self.walk.random_calls:
             for dim in self.walk.cut_dims(value, factor):
                 due.append(self._drawing(op, value, dim, self._axis(value, dim, factor)))
-        entering, staying, summed = self._crossings(factor)
+        entering, staying, summed, _ = self._crossings(factor)
         for value, readers in entering.items():
             due += self._entering("copy_to", value, readers, 0, "", smallest and self.region.path == OUTSIDE)
         for value in staying:
@@ -166,11 +166,16 @@ class CommunicationPoints:
 
     # ---- what needs an action
 
-    def _crossings(self, factor: Factor) -> tuple[dict[int, list[int]], list[int], tuple[str, ...]]:
+    def partial(self, factor: Factor) -> frozenset[int]:
+        """The values that a factor cuts, and those of which each rank has a part of the gradient while it is cut."""
+        return self._crossings(factor)[3]
+
+    def _crossings(self, factor: Factor) -> tuple[dict[int, list[int]], list[int], tuple[str, ...], frozenset[int]]:
         """Where gradients change between whole (the same on every rank) and partial (their sum is the true one).
 
         Returns uncut activations with the ops that read them together with cut ones; uncut activations made of parts
-        that all ranks keep, which leave the region; and parameters that stay whole and get partial gradients.
+        that all ranks keep, which leave the region; parameters that stay whole and get partial gradients; and all that
+        is cut or has partial gradients.
         """
         addends = {(c.op, c.addend) for c in self.walk.contractions if c.addend >= 0 and factor in factors_of(c.axis)}
         summing = {c.op for c in self.walk.contractions if factor in factors_of(c.axis)}
@@ -194,7 +199,8 @@ class CommunicationPoints:
             if set(readers) != used or value in self._shared:
                 raise Unplaceable(f"{name} is used both inside and outside of the cut")
             summed.append(self._relative(name))
-        return found, [value for value in self._outgoing if value in partial - cut], tuple(summed)
+        staying = [value for value in self._outgoing if value in partial - cut]
+        return found, staying, tuple(summed), frozenset(partial)
 
     def _gives_back(self, index: int) -> bool:
         """Whether an op does nothing: a cast to the dtype that a tensor has already returns the tensor itself."""

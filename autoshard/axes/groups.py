@@ -26,8 +26,10 @@ class AxisGroup:
         flops: of one forward of one block, those that are shared among the ranks.
         reduced_bytes, gathered_bytes: of whole tensors that are summed, or put together, in one forward of one block;
         added_bytes: of each rank, of what is gathered to be added up.
-        conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor.
+        conflicts: indices of groups of the same blocks that can't be cut at the same time: they share a tensor, or of
+            one tensor gradients would be in parts for both, and summed twice.
         factor: the factor itself, and `walk` the analysis it is from; for checks made in the same process.
+        partial: values that are cut, or whose gradient is in parts, in the block that was analysed.
         ops: the ops of every block, in the order of `walked`, which are those that `walk` has.
     """
 
@@ -47,6 +49,7 @@ class AxisGroup:
     walk: AxisWalk
     ops: tuple[tuple[int, ...], ...] = ()
     walked: tuple[int, ...] = ()
+    partial: frozenset[int] = frozenset()
 
     def within(self, blocks: Collection[str]) -> "AxisGroup | None":
         """The same of some blocks only; None where it has none of them."""
@@ -148,7 +151,7 @@ def _excluding(
 
 
 def _touching(graph: ModelGraph, groups: list[AxisGroup]) -> dict[str, frozenset[int]]:
-    """For every module of `leaf_modules`, the groups that have cut what it reads or makes.
+    """For every module of `leaf_modules`, the groups that have cut what it reads or makes, or its gradient in parts.
 
     Only those of its region: what leaves a region is gathered before anything outside reads it. It is looked up in the
     first block of a group, which is the one that was analysed.
@@ -173,8 +176,7 @@ def _touching(graph: ModelGraph, groups: list[AxisGroup]) -> dict[str, frozenset
                 group.index
                 for group in of_block.get(block, ())
                 for call, values in rows
-                if not group.walk.ops.isdisjoint(range(call.begin, call.end))
-                and any(group.walk.cut_dims(value, group.factor) for value in values)
+                if not group.walk.ops.isdisjoint(range(call.begin, call.end)) and not group.partial.isdisjoint(values)
             )
     return {path: found[place] for path, (_, place) in places.items()}
 
@@ -235,9 +237,10 @@ def _groups_of(
                 walk=walk,
                 ops=region.each,
                 walked=region.each[0],
+                partial=places.partial(factor),
             )
         )
-    return _with_conflicts(made, walk), list(_unshardable(walk, tensors, reasons))
+    return _with_conflicts(made), list(_unshardable(walk, tensors, reasons))
 
 
 def _refused(graph: ModelGraph, walk: AxisWalk, places: CommunicationPoints, factor: Factor) -> str:
@@ -267,15 +270,17 @@ def _cut_bytes(walk: AxisWalk, tensor: TensorInfo, factor: Factor) -> int:
     return tensor.nbytes * part // max(1, tensor.shape[dim])
 
 
-def _with_conflicts(groups: list[AxisGroup], walk: AxisWalk) -> list[AxisGroup]:
-    """Two groups conflict where both would cut one tensor."""
-    found: dict[Factor, set[int]] = {group.factor: set() for group in groups}
-    index = {group.factor: group.index for group in groups}
-    for axes in walk.axes.values():
-        here = {factor for axis in axes for factor in factors_of(axis) if factor in found}
-        for factor in here:
-            found[factor].update(index[other] for other in here if other is not factor)
-    return [dataclasses.replace(group, conflicts=tuple(sorted(found[group.factor]))) for group in groups]
+def _with_conflicts(groups: list[AxisGroup]) -> list[AxisGroup]:
+    """Two groups conflict where both would cut one tensor, or have parts of its gradient: each sums all of them."""
+    return [
+        dataclasses.replace(
+            group,
+            conflicts=tuple(
+                other.index for other in groups if other is not group and not group.partial.isdisjoint(other.partial)
+            ),
+        )
+        for group in groups
+    ]
 
 
 def _unshardable(walk: AxisWalk, tensors: list[TensorInfo], reasons: dict[Factor, str]) -> Iterator[Unshardable]:

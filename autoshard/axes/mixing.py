@@ -249,7 +249,8 @@ def _per_channel(walk: Context, x: Seen, parameters: Iterable[Any]) -> Axes:
 
 @rule("_weight_norm")
 def _weight_norm(walk: Context, v: Seen, g: Seen, dim: int = 0) -> list[Axes]:
-    walk.block([axis for d, axis in enumerate(v.axes) if d != dim % len(v.shape)], "normalised along it")
+    """Each slice along `dim` is scaled by its own norm; -1 is no dimension: all of it is, by one norm."""
+    walk.block([axis for d, axis in enumerate(v.axes) if d != dim], "normalised along it")
     return [broadcast(walk, [v.axes, g.axes], [v.shape, g.shape])]
 
 

@@ -336,3 +336,18 @@ class MoreDimensions(nn.Module):
 
     def forward(self, x):
         return self.out(x)
+
+
+@adversary(rows, longer, training=True)
+class PartOfMatrices(Hidden):
+    """Uses the first units only, so that either matrix could be cut along the others, which nothing reads."""
+
+    def forward(self, x):
+        used = 3 * HIDDEN // 4
+        inner = F.linear(x, self.up.weight[:used], self.up.bias[:used]).relu()
+        return x + F.linear(inner, self.down.weight[:, :used])
+
+
+@adversary(rows, longer, training=True, prepare=lambda model: nn.utils.parametrizations.weight_norm(model.up, dim=None))
+class OneNormOfAll(Hidden):
+    """One number for the norm of a whole matrix."""

@@ -115,7 +115,7 @@ PINNED: dict[str, Pins] = {
 
 # Equal ones of the default tests; the others, which are planned and run up to twelve times as well, are `slow`.
 QUICK = {
-    *(f"columns {name}, {COLUMN}" for name in ("NormOfWeight", "ReadByNeighbour")),
+    *(f"columns {name}, {COLUMN}" for name in ("NormOfWeight", "ReadByNeighbour", "PartOfMatrices", "OneNormOfAll")),
     f"held columns WinnersTakeAll, {COLUMN}", f"divided RelativeBias, {PIPELINE}",
     f"carried HooksOnParameters, {DATA}", f"batches BiasOfRows, {DATA}",
 }  # fmt: skip

@@ -322,6 +322,7 @@ NORMS = [
     (".a.,a,a->.a.", lambda x, m, v: F.instance_norm(x, m, v), (2, 6, 4), (6,), (6,)),
     ("a..,a11->a..", lambda v, g: torch._weight_norm(v, g, 0), (4, 3, 2), (4, 1, 1)),
     ("..a,11a->..a", lambda v, g: torch._weight_norm(v, g, 2), (4, 3, 2), (1, 1, 2)),
+    ("...,->...", lambda v, g: torch._weight_norm(v, g, -1), (4, 3, 2), ()),
 ]
 
 MATRICES = [
