@@ -18,7 +18,7 @@ from autoshard.pipelines.finish import Finish
 from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, input_tensors, prepare, shape_key
 from autoshard.pipelines.shared import SavedGradients, Sum, adopt_stage_parameters, find_sums
 from autoshard.plan.batching import BatchAxis
-from autoshard.runtime.agreement import RankState, agree, agree_in_step, differ, digest_of_inputs
+from autoshard.runtime.agreement import RankState, agree, agree_in_step, hear, summary_of
 from autoshard.runtime.chunks import BatchPart, split, split_rows
 from autoshard.runtime.clipping import check_scaled, note_norms, refuse_scaled_losses, scaled_by, watch_staged_norms
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
@@ -84,7 +84,7 @@ class RankSchedule:
                 parts, targets = [BatchPart(args=args, kwargs=kwargs, rows=1, labels={})], [target]
         except Exception as found:
             problem = found
-        prepared_parts, engine = self._ready(model, parts, training, problem)
+        prepared_parts, engine = self._ready(model, parts, targets, training, problem)
         factors = self._factors(prepared_parts[0], batch, parts, targets, training)
         finish = Finish(
             loss=self.loss, batch=batch, parts=parts, targets=targets, prepared_parts=prepared_parts, factors=factors,
@@ -133,7 +133,7 @@ class RankSchedule:
         return output
 
     def _ready(
-        self, model: nn.Module, parts: Sequence[BatchPart], training: bool, error: Exception | None
+        self, model: nn.Module, parts: Sequence[BatchPart], targets: list, training: bool, error: Exception | None
     ) -> tuple[list[Prepared], PipelineEngine]:
         """The way that each part goes, and the schedule for parts of this shape; `error`: why this rank can't go on.
 
@@ -162,15 +162,19 @@ class RankSchedule:
         except Exception as found:
             error = found
         try:
-            given = [tensor for part in parts for _, tensor in tensors_in((part.args, part.kwargs))]
-            digest = digest_of_inputs(given)
+            given = summary_of([tensor for part in parts for _, tensor in tensors_in((part.args, part.kwargs))])
+            aims = [tensor for _, tensor in tensors_in(targets)]
             new = len(known) > fresh or error is not None
-            news, factors = differ(record.control or record.across, digest, new, scaled_by(record))
+            across = record.control or record.across
+            heard = hear(across, given, summary_of(aims) if aims else None, new, scaled_by(record))
         except RankError as lost:
             raise (error or lost) from lost
-        check_scaled(factors)
-        if news:
-            agree(record.across, RankState(inputs=str(digest)), error)
+        check_scaled(heard.values)
+        if heard.news:
+            agree(record.across, RankState(inputs=str(given[0])), error)
+        if heard.problem:
+            raise RankError(heard.problem)
+        if heard.news:
             adopt_stage_parameters(model, record, known[0].stage_parameters)
             self._sums = find_sums(model, record)
             key = (*shape_key(parts[0], model, record), training)  # again: a forward may count its calls

@@ -27,6 +27,7 @@ from autoshard.runtime.moves import named_tensors
 
 _SAMPLE = 16  # values of each tensor that are compared
 _COMPARED_BYTES = 64 << 10  # integers up to this size are compared between ranks, in every step
+_COMPARED, _ROUNDING = 1024, 1e-3  # of each floating-point input so many numbers are, but for this part of their size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,19 +130,47 @@ def _decide(ranks: ProcessRanks, states: Mapping[int, RankState], device: torch.
         set_random_states(states[0].random, device)
 
 
-def digest_of_inputs(inputs: Sequence[torch.Tensor]) -> int:
-    """A number that is the same where the inputs are: shapes, and values of small integers (ids of tokens, masks)."""
-    found = 0
+Summary = tuple[float, float, float]
+
+
+def summary_of(inputs: Sequence[torch.Tensor]) -> Summary:
+    """Three numbers that tell inputs apart: one of shapes and small integers (ids of tokens, masks), a weighted sum of
+    some of their floating-point numbers, and how large these are.
+    """
+    exact, weighted, size = 0, 0.0, 0.0
     for tensor in inputs:
-        found = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), found)
-        whole = not tensor.is_floating_point() and not tensor.is_complex()
-        if whole and tensor.nbytes <= _COMPARED_BYTES and type(tensor) is torch.Tensor:
-            found = zlib.crc32(tensor.detach().cpu().contiguous().numpy().tobytes(), found)
-    return found
+        exact = zlib.crc32(repr((tuple(tensor.shape), tensor.dtype)).encode(), exact)
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+            continue
+        values = tensor.detach()
+        if values.is_floating_point():
+            values = values.reshape(-1)[:: max(1, values.numel() // _COMPARED)][:_COMPARED]
+            values = values.to("cpu", torch.float64).nan_to_num(0, 0, 0)
+            weighted += float(values @ (1 + torch.arange(1, len(values) + 1, dtype=torch.float64).cos()))
+            size += float(values.abs().sum())
+        elif not values.is_complex() and values.nbytes <= _COMPARED_BYTES:
+            exact = zlib.crc32(values.cpu().contiguous().numpy().tobytes(), exact)
+    return float(exact), weighted, size
+
+
+def other_inputs(rows: Sequence[Sequence[float]]) -> int | None:
+    """The first of these summaries that is of other inputs than the one before all of them; None if there is none.
+
+    Floating-point numbers may differ by rounding: what made them may add up in another order.
+    """
+    first = rows[0]
+    return next(
+        (
+            number
+            for number, row in enumerate(rows)
+            if row[0] != first[0] or abs(row[1] - first[1]) > _ROUNDING * max(row[2], first[2])
+        ),
+        None,
+    )
 
 
 class SameInputs:
-    """Pre-hook of a model that ranks share: raises `RankError` if they are given other tokens or masks than each other.
+    """Pre-hook of a model that ranks share: raises `RankError` if they are given other inputs than each other.
 
     In the first calls, and then in every 16th. Where ranks divide tokens nothing else would show it: gradients are
     sums over ranks, so they are equal, and wrong.
@@ -156,12 +185,11 @@ class SameInputs:
         self.calls += 1
         if self.calls > 8 and self.calls % 16:
             return
-        given = [one for _, one in tensors_in((args, kwargs)) if not one.is_floating_point() and not one.is_meta]
+        given = [one for _, one in tensors_in((args, kwargs)) if not one.is_meta]
         here = next((one.device for one in module.parameters() if not one.is_meta), None)  # others are in other stages
-        words = torch.zeros(self.ranks.size, dtype=torch.float64, device=here)
-        words[self.ranks.rank] = digest_of_inputs(given)
-        first, *others = self.ranks.all_reduce(words).tolist()
-        other = next((rank for rank, word in enumerate(others, 1) if word != first), None)
+        words = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
+        words[self.ranks.rank] = torch.tensor(summary_of(given), dtype=torch.float64)
+        other = other_inputs(self.ranks.all_reduce(words.to(here)).tolist())
         if other is not None:
             members = self.ranks.members
             raise RankError(
@@ -172,12 +200,41 @@ class SameInputs:
             )
 
 
-def differ(ranks: ProcessRanks, number: int, news: bool, value: float) -> tuple[bool, list[float]]:
-    """Whether a number differs between ranks, or one has news, and the `value` of each; all call it in every step."""
-    words = torch.zeros(ranks.size, 3, dtype=torch.float64)  # on the CPU
-    words[ranks.rank] = torch.tensor([float(number), float(news), value], dtype=torch.float64)
-    words = ranks.all_reduce(words)
-    return bool((words[:, 0] != words[0, 0]).any() or words[:, 1].any()), words[:, 2].tolist()
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """What ranks of a pipeline know of each other before a step.
+
+    Attributes:
+        news: one of them has something new to do, an error, or other integers than the first.
+        values: of each rank.
+        problem: which rank has other inputs, or another target, than which; "" if none has.
+    """
+
+    news: bool
+    values: list[float]
+    problem: str
+
+
+def hear(ranks: ProcessRanks, given: Summary, target: Summary | None, news: bool, value: float) -> Heard:
+    """Tell the others what this rank is given, whether it has news, and a value; all call it in every step.
+
+    `target`: not every rank needs one.
+    """
+    words = torch.zeros(ranks.size, 9, dtype=torch.float64)  # on the CPU
+    row = (*given, *(target or (0.0, 0.0, 0.0)), float(target is not None), float(news), value)
+    words[ranks.rank] = torch.tensor(row, dtype=torch.float64)
+    rows = ranks.all_reduce(words).tolist()
+    aimed = [rank for rank, row in enumerate(rows) if row[6]]
+    problem = ""
+    for what, those, begin in (("another target", aimed, 3), ("other inputs", range(ranks.size), 0)):
+        other = other_inputs([rows[rank][begin:] for rank in those]) if those else None
+        if other is not None:
+            first, found = ranks.members[those[0]], ranks.members[those[other]]
+            problem = (
+                f"rank {found} has {what} than rank {first}. Give all ranks of a pipeline the same batch, in the same "
+                "order."
+            )
+    return Heard(any(row[7] or row[0] != rows[0][0] for row in rows), [row[8] for row in rows], problem)
 
 
 def agree_in_step(ranks: Ranks, error: Exception | None, device: torch.device) -> None:

@@ -96,7 +96,8 @@ def sum_gathered(
     for block, inside in by_block(model, [module for module, _, _ in found]):
         if inside:
             hook = functools.partial(_sum_whole, ranks, [found[index] for index in inside], averaged)
-            handles.append(block.register_forward_pre_hook(hook))
+            # traced, it would find no hook on a parameter in any call, and put on one more
+            handles.append(block.register_forward_pre_hook(torch.compiler.disable(hook)))
     return handles
 
 

@@ -326,3 +326,26 @@ def test_a_stage_that_stops_gradients_of_layers_that_are_trained_is_refused():
     assert all(rank.get(("stages", "frozen"), ("trained", "")) == ("trained", "") for rank in said)
     assert [rank["stages", "not frozen"][0] for rank in said] == ["RankError", "ApplyError"]
     assert "a stage stops gradients" in said[1]["stages", "not frozen"][1]
+
+
+def other_targets(plan):
+    """What a rank says of targets: only the last stage's, those of all, and others than the other rank has."""
+    model, inputs, loss_of = build("tied")
+    autoshard.apply(model, plan, inputs=inputs)
+    runner, said = autoshard.schedule(model, lambda output, target: loss_of(output + target.view(-1, 1, 1), None)), []
+    rank, whole = dist.get_rank(), torch.arange(float(ROWS))
+    for target in (whole if rank else None, whole, whole.roll(rank), whole + rank, whole.long() + rank):
+        try:
+            runner.step(**inputs, target=target)
+            said.append("")
+        except AutoshardError as error:
+            said.append(str(error))
+    return said
+
+
+def test_targets_that_differ_between_stages_are_refused():
+    """Samples of the first stage's rank would be held against labels of the last stage's."""
+    plan = completed(plan_for("tied", "pp=2"), *build("tied")[:2])
+    for last, every, *others in run_ranks(other_targets, 2, plan):
+        assert last == every == ""
+        assert all("rank 1 has another target than rank 0" in one for one in others), others

@@ -4,10 +4,11 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import autoshard
-from autoshard import ApplyError, apply
+from autoshard import ApplyError, RankError, apply
 from autoshard.plan.workload import Workload
 from tests.pipeline_models import Block
 from tests.ranks import run_jobs, run_ranks
@@ -66,7 +67,7 @@ def results_of(*meshes):
         )  # fmt: skip
         plan = completed(plan.to_json(), net(), (INPUT,))
         assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
-        jobs["alone"] = alone, plan
+        jobs["alone"], jobs["compiled"], jobs["other"] = (alone, plan), (compiled, plan), (other_numbers, plan)
     return run_ranks(run_jobs, 2, jobs)
 
 
@@ -103,3 +104,47 @@ def test_a_layer_with_a_part_of_the_tokens_is_not_called_by_itself():
     for results in results_of(*QUICK):
         whole, error, fine = results["alone"]
         assert whole == (8, 6, 16) and "0.2 was called by itself" in error and not fine
+
+
+def compiled(plan):
+    """How far gradients of some steps are from those of one process, where the model is compiled after apply."""
+    model, single = net(), net()
+    run = torch.compile(apply(model, plan, inputs=(INPUT,)), backend="eager")
+    worst = 0.0
+    for _ in range(3):
+        for one, call in ((model, run), (single, single)):
+            one.zero_grad()
+            call(NUMBERS).square().mean().backward()
+        found = wholes(model, {name: one.grad for name, one in model.named_parameters()})
+        worst = max(worst, *(float((found[name] - one.grad).abs().max()) for name, one in single.named_parameters()))
+    return worst
+
+
+@sharded_replicas
+def test_a_compiled_model_that_is_cut_has_the_same_gradients_in_every_step():
+    """What sums gradients over ranks is hung up once, not once more by every call that runs what was traced."""
+    assert all(results["compiled"] < 1e-5 for results in results_of(*QUICK))
+
+
+NUMBERS = torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(3))
+
+
+def other_numbers(plan):
+    """What a rank says of numbers that are not those of the other; some of them may differ by rounding."""
+    model = apply(net(), plan, inputs=(INPUT,))
+    model(NUMBERS * (1 + 1e-6 * dist.get_rank())).mean().backward()
+    said = []
+    for other in (NUMBERS + dist.get_rank(), NUMBERS.roll(dist.get_rank(), 0)):
+        try:
+            model(other)
+        except RankError as error:
+            said.append(str(error))
+    return said
+
+
+@sharded_replicas
+def test_ranks_that_share_a_replica_are_told_of_other_numbers():
+    """Images and features, as tokens: nothing else would show it, for gradients are sums and equal on all ranks."""
+    for results in results_of(*QUICK):
+        assert len(results["other"]) == 2, results["other"]
+        assert all("rank 1 has other inputs than rank 0" in said for said in results["other"])
