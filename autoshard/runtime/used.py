@@ -53,7 +53,8 @@ class Used:
         self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
-            self.handles.append(block.register_forward_pre_hook(self.notes[-1]))
+            hook = torch.compiler.disable(self.notes[-1].__call__)  # it hangs hooks on parameters, which no trace can
+            self.handles.append(block.register_forward_pre_hook(hook))
 
     def accumulate(self) -> None:
         """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
