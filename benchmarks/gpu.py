@@ -245,13 +245,13 @@ def kernels(machine: Machine) -> Iterator[Row]:
         m, n, k = (max(1, size // shrink) for size in sizes)
         left, right, moved = make(m, k), make(k, n), Volume(whole=2.0 * (m * k + k * n + m * n))
         product = Product(flops=2.0 * m * n * k, m=m, n=n, k=k, batch=False, cut="", experts=0,
-                          weight_elements=k * n, moved=moved)  # fmt: skip
+                          weight_elements=k * n, frozen=False, moved=moved)  # fmt: skip
         predicted = product_seconds(product, share, card, reached, padded=False)
         yield Row("kernels", f"{m} x {k} by {k} x {n}", "s", predicted, machine.seconds(partial(torch.mm, left, right)))
     for batch, heads, tokens, width in ATTENTIONS:
         tokens //= shrink
         elements = float(batch * heads * tokens * width)
-        attention = Attention(flops=4 * elements * tokens, cut=False, causal=True, tokens=tokens, width=width,
+        attention = Attention(flops=4 * elements * tokens, cut=False, causal=True, width=width,
                               cache_elements=2 * elements, moved=Volume(rows=8 * elements))  # fmt: skip
         predicted, _ = attention_seconds(attention, share, Recipe(), card, reached)
         run = partial(scaled_dot_product_attention, *make(3, batch, heads, tokens, width), is_causal=True)

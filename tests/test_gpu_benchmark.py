@@ -23,6 +23,13 @@ def rows_of(gpu, *parts):
         return gpu.run_parts(gpu.Machine(home="cpu:0", other="cpu:1", scale=1, devices=devices), parts)
 
 
+def test_kernels_and_links_are_priced_and_measured(gpu):
+    rows = rows_of(gpu, "kernels", "links")
+    assert not any(row.failed for row in rows), [row.failed for row in rows]
+    assert all(row.measured > 0 and row.predicted > 0 for row in rows)
+    assert len({row.case for row in rows}) == len(rows) > 8
+
+
 @pytest.mark.slow
 def test_ways_are_equal_memory_is_predicted_and_times_are_measured(gpu):
     equal, memory = rows_of(gpu, "equal"), rows_of(gpu, "memory")
