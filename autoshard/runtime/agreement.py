@@ -169,6 +169,13 @@ def other_inputs(rows: Sequence[Sequence[float]]) -> int | None:
     )
 
 
+def _rows_of_all(ranks: ProcessRanks, row: Sequence[float], device: torch.device | None) -> list[list[float]]:
+    """What every rank gives, by rank; sent from `device`, which is one that their group talks over."""
+    words = torch.zeros(ranks.size, len(row), dtype=torch.float64)
+    words[ranks.rank] = torch.tensor(row, dtype=torch.float64)
+    return ranks.all_reduce(words.to(device)).tolist()
+
+
 class SameInputs:
     """Pre-hook of a model that ranks share: raises `RankError` if they are given other inputs than each other.
 
@@ -187,9 +194,7 @@ class SameInputs:
             return
         given = [one for _, one in tensors_in((args, kwargs)) if not one.is_meta]
         here = next((one.device for one in module.parameters() if not one.is_meta), None)  # others are in other stages
-        words = torch.zeros(self.ranks.size, 3, dtype=torch.float64)
-        words[self.ranks.rank] = torch.tensor(summary_of(given), dtype=torch.float64)
-        other = other_inputs(self.ranks.all_reduce(words.to(here)).tolist())
+        other = other_inputs(_rows_of_all(self.ranks, summary_of(given), here))
         if other is not None:
             members = self.ranks.members
             raise RankError(
@@ -220,10 +225,8 @@ def hear(ranks: ProcessRanks, given: Summary, target: Summary | None, news: bool
 
     `target`: not every rank needs one.
     """
-    words = torch.zeros(ranks.size, 9, dtype=torch.float64)  # on the CPU
     row = (*given, *(target or (0.0, 0.0, 0.0)), float(target is not None), float(news), value)
-    words[ranks.rank] = torch.tensor(row, dtype=torch.float64)
-    rows = ranks.all_reduce(words).tolist()
+    rows = _rows_of_all(ranks, row, torch.device("cpu"))
     aimed = [rank for rank, row in enumerate(rows) if row[6]]
     problem = ""
     for what, those, begin in (("another target", aimed, 3), ("other inputs", range(ranks.size), 0)):

@@ -19,7 +19,7 @@ from autoshard.runtime.collectives import Ranks, layout, reduce
 from autoshard.runtime.dtensors import is_sharded
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.slices import CutTensor
-from autoshard.runtime.used import by_block
+from autoshard.runtime.used import before_block, by_block
 
 
 def find_partial(
@@ -96,8 +96,7 @@ def sum_gathered(
     for block, inside in by_block(model, [module for module, _, _ in found]):
         if inside:
             hook = functools.partial(_sum_whole, ranks, [found[index] for index in inside], averaged)
-            # traced, it would find no hook on a parameter in any call, and put on one more
-            handles.append(block.register_forward_pre_hook(torch.compiler.disable(hook)))
+            handles.append(before_block(block, hook))
     return handles
 
 

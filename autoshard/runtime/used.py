@@ -7,12 +7,13 @@ is nothing. Before an optimizer steps, ranks agree on which nobody used.
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autoshard import torch_private
 from autoshard.errors import ApplyError
@@ -53,8 +54,7 @@ class Used:
         self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
-            hook = torch.compiler.disable(self.notes[-1].__call__)  # it hangs hooks on parameters, which no trace can
-            self.handles.append(block.register_forward_pre_hook(hook))
+            self.handles.append(before_block(block, self.notes[-1].__call__))
 
     def accumulate(self) -> None:
         """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
@@ -101,6 +101,14 @@ def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn
     blocks = [module for module in model.modules() if torch_private.is_fully_sharded(module)]
     for block in reversed(blocks):  # the model itself comes last
         yield block, [index for module in block.modules() for index in of_module.pop(module, [])]
+
+
+def before_block(block: nn.Module, hook: Callable[[nn.Module, tuple], None]) -> RemovableHandle:
+    """Run a hook, which hangs others on gathered parameters, before each forward of a block.
+
+    Not traced by torch.compile, which would find none of them on a parameter in any call, and put on one more.
+    """
+    return block.register_forward_pre_hook(torch.compiler.disable(hook))
 
 
 class _Note:

@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 
+from autoshard.common.schemas import name_of_op
 from autoshard.torch_private import DispatchMode
 from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import RunResult, Work, largest, rounding_of
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # the one with the fewest digits last
-_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default, torch.ops.aten.copy_.default}
+_COPIES = {"aten::_to_copy": 0, "aten::clone": 0, "aten::copy_": 1}  # which argument of each is copied
 NOISE = 0.1
 """Errors in a gradient up to this part of what rounding makes of the largest of all gradients are noise."""
 
@@ -33,7 +34,8 @@ class CoarsestType(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if isinstance(made, torch.Tensor) and made.dtype in _FLOATS and not func.is_view:
-            source = args[1 if func is torch.ops.aten.copy_.default else 0] if func in _COPIES else None
+            copied = _COPIES.get(name_of_op(func))
+            source = None if copied is None else args[copied]
             if source is None or source.dtype != made.dtype:  # a copy rounds nothing
                 self.types.add(made.dtype)
         return made
