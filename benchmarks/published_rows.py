@@ -372,12 +372,12 @@ def network_gbits(row: Row, per_host: int) -> float:
 
 def too_large(row: Row, *, serves: bool) -> bool:
     """Whether weights alone, or with gradients and moments in 16 bits, are more than all cards hold, sharded evenly."""
-    named = re.search(r"(\d+(?:\.\d+)?)b\b", row["model"], re.I)
-    parameters = 1e9 * float(row["params_b"] or (named[1] if named else 0))
-    trains_all = not serves and "lora" not in f"{row['optimizer']} {row['id']}".lower()
-    per_parameter = 8 if trains_all else 2
     if re.search(r"fp8|nf4|int\d|fp4", row["dtype"].lower()):
         return False
+    named = re.search(r"(\d+(?:\.\d+)?)b\b", row["model"], re.I)
+    parameters = 1e9 * float(row["params_b"] or (named[1] if named else 0))
+    adapters = "lora" in f"{row['optimizer']} {row['id']}".lower()
+    per_parameter = 2 if serves or adapters else 8
     return parameters * per_parameter > number(row, "gpus", 1) * hardware_of(row)[0].memory_bytes
 
 
