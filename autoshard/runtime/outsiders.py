@@ -1,14 +1,19 @@
-"""What comes from outside of a cut model: modules that share its parameters, and nested tensors of others."""
+"""What comes from outside of a cut model: modules that share its parameters, what is put on them later, nested tensors.
+"""
 
 import gc
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as registration
 
 from autoshard.common.collector import all_listed
+from autoshard.common.module_paths import parent
 from autoshard.common.own_tensors import tables
 from autoshard.errors import ApplyError
 from autoshard.runtime.rank_tensor import NESTED
@@ -63,6 +68,27 @@ def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | No
                 if id(tensor) in names:
                     return names[id(tensor)], type(other).__name__
     return None
+
+
+def refuse_additions(model: nn.Module, names: Collection[str]) -> list[Any]:
+    """Refuse children and parameters that are added to modules whose own tensors, by name, are cut; returns handles.
+
+    A parametrization (`spectral_norm`), or a mask of `prune`, would be computed of one rank's part.
+    """
+    owners = {path: model.get_submodule(path) for path in map(parent, names)}
+    paths = weakref.WeakKeyDictionary({module: path for path, module in owners.items()})
+
+    def check(module: nn.Module, name: str, added: Any) -> None:
+        if module in paths and not hasattr(module, name):
+            raise ApplyError(
+                f"{name} can't be added to {paths[module]}, whose parameters are cut over devices: it would be computed "
+                "of one rank's part. Change the model before autoshard.apply, or call autoshard.remove(model) first."
+            )
+
+    return [
+        registration.register_module_module_registration_hook(check),
+        registration.register_module_parameter_registration_hook(check),
+    ]
 
 
 def refuse_nested(module: nn.Module, args: tuple) -> None:

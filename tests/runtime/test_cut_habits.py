@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 import autoshard
 from autoshard.errors import ApplyError
@@ -235,3 +237,17 @@ def test_forward_mode_derivatives_are_refused():
     autoshard.apply(model, plan)
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="jvp"):
         model(forward_ad.make_dual(inputs, torch.randn(2, 8)))
+
+
+def test_what_would_be_computed_of_one_ranks_part_is_refused():
+    """Parametrizations and masks; models beside this one, and this one when it is whole again, may have them."""
+    model, ids = Net(), torch.arange(6).reshape(2, 3)
+    plan = autoshard.plan(model, DEVICES, inputs=ids, strategy="column-parallel", objective="memory")
+    with autoshard.simulate(DEVICES):
+        autoshard.apply(model, plan)
+        with pytest.raises(ApplyError, match="weight_orig can't be added to blocks.1.up"):
+            prune.l1_unstructured(model.blocks[1].up, "weight", amount=0.5)
+        with pytest.raises(ApplyError, match="parametrizations can't be added to blocks.1.up"):
+            weight_norm(model.blocks[1].up)
+        weight_norm(Net().blocks[1].up)
+        weight_norm(autoshard.remove(model).blocks[2].up)
