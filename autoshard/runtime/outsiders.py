@@ -1,5 +1,4 @@
-"""What comes from outside of a cut model: modules that share its parameters, what is put on them later, nested tensors.
-"""
+"""What comes from outside of a cut model: modules that share its parameters, nested tensors, what is added later."""
 
 import gc
 import sys
@@ -81,8 +80,8 @@ def refuse_additions(model: nn.Module, names: Collection[str]) -> list[Any]:
     def check(module: nn.Module, name: str, added: Any) -> None:
         if module in paths and not hasattr(module, name):
             raise ApplyError(
-                f"{name} can't be added to {paths[module]}, whose parameters are cut over devices: it would be computed "
-                "of one rank's part. Change the model before autoshard.apply, or call autoshard.remove(model) first."
+                f"{name} can't be added to {paths[module]}, whose parameters are cut over devices: it would be "
+                "computed of one rank's part. Change the model before autoshard.apply, or call autoshard.remove first."
             )
 
     return [

@@ -245,9 +245,9 @@ def test_what_would_be_computed_of_one_ranks_part_is_refused():
     plan = autoshard.plan(model, DEVICES, inputs=ids, strategy="column-parallel", objective="memory")
     with autoshard.simulate(DEVICES):
         autoshard.apply(model, plan)
-        with pytest.raises(ApplyError, match="weight_orig can't be added to blocks.1.up"):
+        with pytest.raises(ApplyError, match="weight_orig can't be added to blocks"):
             prune.l1_unstructured(model.blocks[1].up, "weight", amount=0.5)
-        with pytest.raises(ApplyError, match="parametrizations can't be added to blocks.1.up"):
+        with pytest.raises(ApplyError, match="parametrizations can't be added to blocks"):
             weight_norm(model.blocks[1].up)
         weight_norm(Net().blocks[1].up)
         weight_norm(autoshard.remove(model).blocks[2].up)
