@@ -385,7 +385,7 @@ def stage_send_seconds(setting: Setting) -> float:
 def synchronised_seconds(setting: Setting, stage: Stage) -> float:
     """Gradients of replicas at the end of a step, as far as backward does not hide them."""
     recipe, network = setting.recipe, setting.network
-    if recipe.dp * recipe.cp < 2 or recipe.fsdp > 1:
+    if recipe.dp * recipe.cp < 2 or recipe.shards > 1:
         return 0.0
     group = group_of(network.topology, recipe.dp * recipe.cp, recipe.stride("cp"))
     dense, experts = live_elements(stage, recipe, trained=True)

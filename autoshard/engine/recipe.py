@@ -92,8 +92,11 @@ class Recipe:
 
     @property
     def shards(self) -> int:
-        """Over how many ranks `fsdp` divides parameters: ranks of context parallelism have the same ones, too."""
-        return self.fsdp * self.cp if self.fsdp > 1 else 1
+        """Over how many ranks parameters are sharded: those of `fsdp`, and those that share a sequence.
+
+        Stacks that shard the optimizer alone do that over replicas.
+        """
+        return self.fsdp * self.cp if self.fsdp > 1 or not self.zero else 1
 
     @property
     def expert_tp(self) -> int:
@@ -103,7 +106,7 @@ class Recipe:
     @property
     def expert_shards(self) -> int:
         """Over how many ranks `fsdp` divides the experts that one rank computes with."""
-        if self.fsdp == 1:
+        if self.shards == 1:
             return 1
         return max(1, self.shards * self.tp // self.expert_tp // self.ep)
 

@@ -25,7 +25,8 @@ class Mesh:
     Attributes:
         dp: replicas that keep all parameters of their stage and rank.
         fsdp: replicas of which each keeps 1 / fsdp of parameters, gradients and optimizer state, and gathers the rest.
-        pp: pipeline ranks. tp: tensor-parallel ranks of a stage. cp: parts of every sequence.
+        pp: pipeline ranks. tp: tensor-parallel ranks of a stage.
+        cp: parts of every sequence; its ranks keep 1 / cp of parameters, too.
         ep: groups of experts, among ranks that are replicas otherwise.
         shares: samples of the batch per replica, in proportion; empty: all alike.
         stages_outermost: devices of one stage follow each other, else those of one replica.
@@ -58,7 +59,7 @@ class Mesh:
     @property
     def sharded(self) -> bool:
         """Whether replicas keep parts of the parameters."""
-        return self.fsdp > 1
+        return self.fsdp * self.cp > 1
 
     @property
     def degrees(self) -> dict[str, int]:

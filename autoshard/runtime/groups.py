@@ -75,7 +75,7 @@ def shard_groups(
     """
     if experts or mesh.cp > 1:
         step = mesh.ep if experts else 1
-        width = max(mesh.fsdp * mesh.cp if mesh.fsdp > 1 else 1, step)
+        width = max(mesh.fsdp * mesh.cp, step)
         grid = numpy.arange(mesh.size).reshape(-1, width // step, step)
     elif mesh.fsdp == mesh.size:
         return ranks, None

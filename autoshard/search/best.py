@@ -164,7 +164,7 @@ def _simplicity(one: RecipeEstimate) -> tuple[float, ...]:
     divided = sum(degree > 1 for axis, degree in recipe.mesh.items() if axis not in ("dp", "fsdp"))
     twice = recipe.recompute == "full"
     degrees = recipe.pp, recipe.cp, recipe.ep, recipe.tp
-    return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", recipe.fsdp > 1, one.seconds
+    return recipe.devices, twice, divided, *degrees, recipe.recompute != "none", recipe.shards > 1, one.seconds
 
 
 def _tried(task: SearchTask) -> Iterator[Tried]:

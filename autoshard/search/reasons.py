@@ -19,7 +19,7 @@ WHAT: Mapping[str, str] = {
     "fsdp": "replicas of which each keeps a part of all parameters, gradients and optimizer state (FSDP)",
     "tp": "ranks that share every matrix (tensor parallel)",
     "pp": "pipeline stages",
-    "cp": "parts of every sequence (context parallel)",
+    "cp": "parts of every sequence (context parallel), whose ranks shard parameters as FSDP does",
     "ep": "groups of experts (expert parallel)",
 }
 

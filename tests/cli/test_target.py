@@ -131,7 +131,7 @@ def test_a_file_that_raises_shows_its_own_traceback(tmp_path):
 def test_faults_of_the_file(tmp_path, text, name, says):
     with pytest.raises((SpecError, UserCodeError), match=says) as caught:
         load(tmp_path, text, name)
-    assert "model.py" in str(caught.value) and len(str(caught.value).splitlines()) <= 12
+    assert "model.py" in str(caught.value) and len(str(caught.value).splitlines()) <= 16
 
 
 @pytest.mark.parametrize(
