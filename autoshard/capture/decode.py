@@ -27,7 +27,8 @@ Decoding = Literal["step", "generate"]
 """How to get at the cached step: call forward twice, or the model's own `generate`, which knows its own state."""
 NO_TOKEN = 2**31 - 1
 """An end token that no answer can be."""
-_TOKENS = ("decoder_input_ids", "input_ids")
+TOKENS = ("decoder_input_ids", "input_ids")
+"""Arguments with the tokens that an answer is added to: of the decoder, where there is an encoder, too."""
 _Encoded = namedtuple("_Encoded", "last_hidden_state hidden_states attentions", defaults=(None, None))
 
 
@@ -96,11 +97,11 @@ def prompt_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any], more
             named.update(value)
         else:
             named[name] = value
-    pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and _TOKENS[0] in parameters
-    if more and pair and named.get(_TOKENS[0]) is None and named.get("decoder_inputs_embeds") is None:
+    pair = getattr(getattr(model, "config", None), "is_encoder_decoder", False) and TOKENS[0] in parameters
+    if more and pair and named.get(TOKENS[0]) is None and named.get("decoder_inputs_embeds") is None:
         given = next((value for value in named.values() if isinstance(value, torch.Tensor) and value.dim()), None)
         if given is not None:
-            named[_TOKENS[0]] = torch.full((len(given), 1), _start_token(model), dtype=torch.long)
+            named[TOKENS[0]] = torch.full((len(given), 1), _start_token(model), dtype=torch.long)
     return _with_more(named, more)
 
 
@@ -123,7 +124,7 @@ def _with_more(named: dict[str, Any], more: int) -> dict[str, Any]:
     grown = dict(named)
     for name, value in named.items():
         if isinstance(value, torch.Tensor) and not value.is_floating_point() and value.shape[1:] == (length,):
-            if tokens == _TOKENS[0] and not name.startswith("decoder_"):
+            if tokens == TOKENS[0] and not name.startswith("decoder_"):
                 continue  # of the encoder, which may happen to have as many
             grown[name] = torch.cat([value, value[:, -1:].expand(-1, more)], dim=1)
     return grown
@@ -137,7 +138,7 @@ def _keeping_state(model: nn.Module, named: dict[str, Any]) -> dict[str, Any]:
 
 def token_argument(named: dict[str, Any]) -> str:
     """The argument that holds the tokens to continue: the decoder's if there are two."""
-    for name in _TOKENS:
+    for name in TOKENS:
         if isinstance(named.get(name), torch.Tensor) and named[name].dim() == 2:
             return name
     raise CaptureError("generation can be planned only for models that are called with input_ids; set new_tokens=0.")
@@ -163,7 +164,7 @@ def step_arguments(model: nn.Module, named: dict[str, Any], output: Any) -> dict
         if name in step or name not in parameters:
             continue
         mask = isinstance(value, torch.Tensor) and name.endswith("mask")
-        if mask and tokens == _TOKENS[0] and not name.startswith("decoder_"):
+        if mask and tokens == TOKENS[0] and not name.startswith("decoder_"):
             step[name] = value  # of the encoder's tokens, which stay
         elif mask and value.shape[1:] == (length,):
             step[name] = torch.cat([value, value[:, -1:]], dim=1)

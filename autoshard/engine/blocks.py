@@ -14,10 +14,12 @@ from typing import Any, Literal, cast
 
 from autoshard.axes.axis import factors_of, size_of
 from autoshard.axes.communication import Lookup
+from autoshard.axes.given import arguments_of
 from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.losses import cut_loss, token_loss
 from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.walk import AxisWalk
+from autoshard.capture.decode import TOKENS
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.common.module_paths import is_below
 from autoshard.errors import PlanError
@@ -49,7 +51,8 @@ class TensorPart:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpWork:
     """One op: `flops` of the whole, for the samples that were traced; `m`, `n`, `k` of a matrix product, of attention
-    `k` of its scores: columns of a head."""
+    `k` of its scores: columns of a head. `once`: it is done with the prompt, not for each token of an answer; `fixed`:
+    so are the keys and values of attention."""
 
     name: str
     kind: Kind
@@ -61,6 +64,8 @@ class OpWork:
     outputs: tuple[TensorPart, ...] = ()
     free: bool = False
     causal: bool = False
+    once: bool = False
+    fixed: bool = False
 
     @property
     def experts(self) -> int:
@@ -180,13 +185,15 @@ _UNEVEN = 1.05
 class ModelWork:
     """The blocks of a model in their order, for `samples` samples of `tokens` tokens.
 
-    `layers`: module paths of the layers, in the order in which they run.
+    `layers`: module paths of the layers, in the order in which they run. `encodes`: the tokens that were traced are an
+    encoder's, and an answer begins with the first one of its decoder.
     """
 
     blocks: tuple[Block, ...]
     samples: int
     tokens: int
     layers: tuple[str, ...]
+    encodes: bool = False
 
     @property
     def parameters(self) -> int:
@@ -199,10 +206,10 @@ class ModelWork:
         return sum(block.trained_part * (block.count * block.elements - block.shared) for block in self.blocks)
 
 
-def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0, causal: bool = True) -> ModelWork:
+def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0, encodes: bool = False) -> ModelWork:
     """Fold a run that was captured with `composite=True` and at least two samples into blocks.
 
-    Raises `PlanError` where no input has a dimension for the batch.
+    `encodes`: as in `ModelWork`. Raises `PlanError` where no input has a dimension for the batch.
     """
     graph = walk.graph
     inputs = (axes for value in graph.inputs if len(axes := walk.axes.get(value, ())) > batch_dim)
@@ -214,12 +221,13 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0,
         )
     batch = {value for value, axes in walk.axes.items() if not rows.isdisjoint(chain(*map(factors_of, axes)))}
     found, lookup = find_groups(graph), Lookup(graph)
+    grows = _growing(graph)
     blocks: list[Block] = []
     seen: set[int] = set()
     for path, count, indices in _sections(graph, found):
         if indices:
             groups = _chosen(found, path)
-            block = _block(graph, batch, groups, path, count, indices, causal, seen)
+            block = _block(graph, batch, grows, groups, path, count, indices, seen)
             cuts_loss = any(cut_loss(lookup, group) is not None for group in groups)
             divides_loss = path == "last" and _divides_loss(lookup, found)
             blocks.append(replace(block, cuts_loss=cuts_loss, divides_loss=divides_loss))
@@ -227,7 +235,24 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0,
     unread = [prod(one.shape) for one in graph.tensors if one.kind == "parameter" and one.value not in read]
     blocks += [_unread(sum(unread))] if unread else []
     layers = _layers(found, {block.path for block in blocks if block.layer})
-    return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers)
+    return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers, encodes=encodes)
+
+
+def _growing(graph: ModelGraph) -> set[int]:
+    """The values that are made of the tokens to which an answer is added, and are made anew for each of its tokens.
+
+    Not so what an encoder makes, or a tower for images: that is done with the prompt. All values where no such tokens
+    are given.
+    """
+    paths = dict(zip((path.rpartition(".")[2] for path in graph.calls[0].input_paths), graph.inputs, strict=False))
+    name = next((name for name in TOKENS if name in paths), None)
+    if name is None:
+        return set(range(len(graph.values)))
+    grows = {paths[name]}
+    for op in graph.ops:
+        if not grows.isdisjoint(op.inputs):
+            grows.update(op.outputs, op.mutates)
+    return grows
 
 
 def _unread(elements: int) -> Block:
@@ -298,8 +323,8 @@ def _most_shares(groups: Sequence[AxisGroup], parameters: Sequence[TensorInfo], 
 
 
 def _block(
-    graph: ModelGraph, batch: set[int], groups: Sequence[AxisGroup], path: str, count: int, indices: Sequence[int],
-    causal: bool, earlier: set[int],
+    graph: ModelGraph, batch: set[int], grows: set[int], groups: Sequence[AxisGroup], path: str, count: int,
+    indices: Sequence[int], earlier: set[int],
 ) -> Block:  # fmt: skip
     """One block; `earlier`: the parameters that blocks before it read, to which its own are added."""
     tensors = {tensor.value: tensor for tensor in graph.tensors}
@@ -322,7 +347,7 @@ def _block(
             experts=grouped.get(seen.storage, int(seen.storage in experts)) if weight else 0,
         )  # fmt: skip
 
-    ops = [_op(graph, graph.ops[index], part, causal) for index in indices]
+    ops = [_op(graph, graph.ops[index], part, grows) for index in indices]
     made = {value for index in indices for value in graph.ops[index].outputs}
     given = [
         prod(graph.values[value].shape)
@@ -361,7 +386,7 @@ def _itemsize(ops: Iterable[OpWork]) -> int:
     return max(set(sizes), key=sizes.count) if sizes else 4
 
 
-def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], causal: bool) -> OpWork:
+def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], grows: set[int]) -> OpWork:
     name = name_of(op)
     inputs, outputs = tuple(map(part, op.inputs)), tuple(map(part, op.outputs))
     storages = {graph.values[value].storage for value in op.inputs}
@@ -381,8 +406,9 @@ def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], causal: bo
         kind = "loss"
     elif name.startswith("embedding"):
         kind = "lookup"
-    is_causal = kind == "attention" and causal
+    causal = kind == "attention" and bool(arguments_of(op).get("is_causal"))
     return OpWork(
         name=name, kind=kind, flops=op.flops, m=m, n=n, k=k, inputs=inputs, outputs=outputs, free=free,
-        causal=is_causal,
+        causal=causal, once=grows.isdisjoint(op.inputs),
+        fixed=kind == "attention" and grows.isdisjoint(op.inputs[1:3]),
     )  # fmt: skip

@@ -5,7 +5,8 @@ A forward for few tokens reads every weight that it needs once, and the cache:
     seconds of a token = max(host, max(weights / bandwidth, FLOPs / peak) + cache / bandwidth + gaps between kernels)
                          + all-reduces of tensor parallelism, which are as long as their latency
 
-Of a mixture of experts, only the experts are read that a token is sent to: 1 - (1 - k / E)^tokens of them.
+What an encoder makes, or a tower for images, is made with the prompt, and so are keys and values of what it made. Of a
+mixture of experts, only the experts are read that a token is sent to: 1 - (1 - k / E)^tokens of them.
 """
 
 from dataclasses import replace
@@ -15,7 +16,7 @@ from autoshard.cluster.topology import Topology
 from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
 from autoshard.engine.estimate import Moment
-from autoshard.engine.local import Share, cache_elements, sums_of
+from autoshard.engine.local import Share, cached_elements, sums_of
 from autoshard.engine.memory import Memory, RecipeEstimate, Stage, local_elements, outside_bytes, workspace_bytes
 from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
 from autoshard.engine.recipe import Recipe
@@ -37,8 +38,7 @@ def price_generation(
     stages = split_stages(work, setting.recipe)
     prompts = [sum(prompt_parts(setting, stage)) for stage in stages]
     prompt = sum(prompts) + (groups - 1) * max(prompts)
-    middle = prompt_tokens + new_tokens / 2
-    tokens = [token_parts(setting, stage, rows, middle) for stage in stages]
+    tokens = [token_parts(setting, stage, rows, new_tokens / 2) for stage in stages]
     seconds = [sum(parts.values()) for parts in tokens]
     busiest = max(range(len(stages)), key=seconds.__getitem__)
     passed = tokens if sum(seconds) > groups * seconds[busiest] else [tokens[busiest]] * groups
@@ -82,8 +82,10 @@ def _last_tokens(setting: Setting, rows: float) -> Setting:
 
 
 def _of_prompt(setting: Setting, block: Block, rows: float) -> Setting:
-    """What a block computes of a prompt of `rows` sequences: after the layers the last tokens, if it generates."""
-    return _last_tokens(setting, rows) if setting.generates and block.path == "last" else setting
+    """What a block computes of a prompt of `rows` sequences: the last tokens after the layers, and in a decoder whose
+    prompt an encoder has, if it generates."""
+    short = block.path == "last" or (setting.work.encodes and not sums_of(block).once)
+    return _last_tokens(setting, rows) if setting.generates and short else setting
 
 
 def prompt_parts(setting: Setting, stage: Stage) -> tuple[float, float]:
@@ -96,8 +98,8 @@ def prompt_parts(setting: Setting, stage: Stage) -> tuple[float, float]:
     return compute, network
 
 
-def token_parts(setting: Setting, stage: Stage, rows: int, context: float) -> dict[str, float]:
-    """Seconds of one token of `rows` sequences on one stage, by cause, with `context` tokens in the cache."""
+def token_parts(setting: Setting, stage: Stage, rows: int, answered: float) -> dict[str, float]:
+    """Seconds of one token of `rows` sequences on one stage, by cause, after so many tokens of the answer."""
     recipe, reached, card = setting.recipe, setting.reached, setting.card
     one = _last_tokens(setting, rows)
     bytes_per_second = card.bytes_per_second * reached.memory
@@ -105,11 +107,14 @@ def token_parts(setting: Setting, stage: Stage, rows: int, context: float) -> di
     host = 0.0
     for block, count in stage:
         sums = sums_of(block)
+        if sums.once:
+            continue
+        products = [product for product in sums.products if not product.once]
         weights = weight_bytes(block, recipe, rows)
-        flops = sum(_flops(product.flops, product.experts, product.cut, one.share) for product in sums.products)
+        flops = sum(_flops(product.flops, product.experts, product.cut, one.share) for product in products)
         read, computed = weights / bytes_per_second, flops / (card.flops_per_second * reached.matmul)
-        cache = _cache_bytes(block, setting, rows, context) / bytes_per_second
-        kernels = len(sums.products) + len(sums.attentions)
+        cache = _cache_bytes(block, setting, rows, answered) / bytes_per_second
+        kernels = len(products) + len(sums.attentions)
         kernels += sums.eager.kernels if recipe.op_by_op else sums.fused.kernels
         parts["weights" if read > computed else "arithmetic"] += count * max(read, computed)
         parts["cache"] += count * cache
@@ -131,9 +136,11 @@ def _flops(flops: float, experts: int, cut: str, share: Share) -> float:
 
 
 def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
-    """Bytes of weights that a forward of `tokens` tokens of a replica reads on one rank: of experts, those hit."""
+    """Bytes of weights that a forward of `tokens` new tokens of a replica reads on one rank: of experts, those hit."""
     dense = experts = routed = 0.0
     for product in sums_of(block).products:
+        if product.once:
+            continue
         if product.experts:
             experts += product.weight_elements / recipe.ep / (recipe.expert_tp if product.cut else 1)
             routed = product.m / product.experts
@@ -154,12 +161,14 @@ def stored_bytes(block: Block, recipe: Recipe) -> float:
     return precision.parameters if block.layer else max(precision.parameters, float(precision.compute))
 
 
-def _cache_bytes(block: Block, setting: Setting, rows: float, context: float) -> float:
-    """Bytes of keys and values of one layer on one rank; heads are divided as far as there are any."""
+def _cache_bytes(block: Block, setting: Setting, rows: float, answered: float) -> float:
+    """Bytes of keys and values of one layer on one rank after so many tokens of the answer; heads are divided as far
+    as there are any."""
     work, recipe = setting.work, setting.recipe
     shares = min(recipe.tp, block.most_shares) if any(one.cut for one in sums_of(block).attentions) else 1
-    tokens = rows * context / (work.samples * work.tokens)
-    return tokens * cache_elements(block) / shares * recipe.precision.compute
+    prompt, (growing, fixed) = setting.share.length, cached_elements(block)
+    elements = growing * ((0 if work.encodes else prompt) + answered / work.tokens) + fixed * prompt
+    return rows / work.samples * elements / shares * recipe.precision.compute
 
 
 def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
@@ -174,7 +183,7 @@ def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
 
 def answer_memory(setting: Setting, stage: Stage, sequences: int, new_tokens: int) -> Memory:
     """Bytes of one rank: all of its weights, the cache of all sequences, activations of one forward of the prompt."""
-    recipe, card, prompt = setting.recipe, setting.card, round(setting.share.length * setting.work.tokens)
+    recipe, card = setting.recipe, setting.card
     weights = 0.0
     for block, count in stage:
         tied = block.shared if any(other.path == "first" for other, _ in stage) else 0
@@ -184,8 +193,8 @@ def answer_memory(setting: Setting, stage: Stage, sequences: int, new_tokens: in
     )
     loaded = {"weights": weights, "cache": 0.0, "activations": 0.0, "workspace": workspace_bytes(card)}
     curve = [Moment(name="weights loaded", bytes=loaded)]
-    for name, context in (("prompt", prompt), ("last token", prompt + new_tokens))[: 2 if new_tokens else 1]:
-        cache = sum(count * _cache_bytes(block, setting, sequences, context) for block, count in stage)
+    for name, answered in (("prompt", 0), ("last token", new_tokens))[: 2 if new_tokens else 1]:
+        cache = sum(count * _cache_bytes(block, setting, sequences, answered) for block, count in stage)
         curve.append(Moment(name=name, bytes=loaded | {"cache": cache, "activations": widest}))
     return Memory(curve=tuple(curve), pooled=not card.is_cpu, outside=outside_bytes(recipe, card))
 

@@ -89,17 +89,23 @@ class Product:
     cut: Literal["", "n", "k"]
     experts: int
     frozen: bool
+    once: bool
     weight_elements: int
     moved: Volume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`width`: columns of a head; `cache_elements`: of keys and values, before they are repeated for all heads."""
+    """`width`: columns of a head; `cache_elements`: of keys and values, before they are repeated for all heads.
+
+    `once`, `fixed`: as in `OpWork`.
+    """
 
     flops: float
     cut: bool
     causal: bool
+    once: bool
+    fixed: bool
     width: int
     cache_elements: float
     moved: Volume
@@ -139,6 +145,12 @@ class Sums:
     widest: Volume
     logits: int
 
+    @property
+    def once(self) -> bool:
+        """Whether all of it is done with the prompt of an answer."""
+        found = [one.once for one in self.products] + [one.once for one in self.attentions]
+        return bool(found) and all(found)
+
 
 def sums_of(block: Block) -> Sums:
     """Sum a block up, once."""
@@ -151,6 +163,13 @@ def sums_of(block: Block) -> Sums:
 def cache_elements(block: Block) -> float:
     """Keys and values of one layer for all tokens that were traced."""
     return sum(attention.cache_elements for attention in sums_of(block).attentions)
+
+
+def cached_elements(block: Block) -> tuple[float, float]:
+    """The same of what an answer keeps: (of the tokens to which it is added, of what is encoded once)."""
+    kept = [one for one in sums_of(block).attentions if not one.once]
+    fixed = sum(one.cache_elements for one in kept if one.fixed)
+    return sum(one.cache_elements for one in kept) - fixed, fixed
 
 
 def _sums(block: Block) -> Sums:
@@ -186,7 +205,7 @@ def _product(op: OpWork) -> Product:
         cut = "n" if any(part.cut for part in op.outputs) else "k"
     return Product(
         flops=op.flops, m=op.m, n=op.n, k=op.k, batch=op.batch, cut=cut, experts=op.experts,
-        frozen=any(part.frozen for part in op.inputs),
+        frozen=any(part.frozen for part in op.inputs), once=op.once,
         weight_elements=sum(part.numel for part in op.inputs if part.weight),
         moved=volume_of((*op.inputs, *op.outputs)),
     )  # fmt: skip
@@ -194,7 +213,7 @@ def _product(op: OpWork) -> Product:
 
 def _attention(op: OpWork, made_by: dict[int, OpWork]) -> Attention:
     return Attention(
-        flops=op.flops, cut=op.cut, causal=op.causal,
+        flops=op.flops, cut=op.cut, causal=op.causal, once=op.once, fixed=op.fixed,
         width=max(1, op.k),
         cache_elements=sum(_smallest(part, made_by) for part in op.inputs[1:3]),
         moved=volume_of((*op.inputs[:3], *op.outputs[:1])),

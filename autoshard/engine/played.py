@@ -140,10 +140,10 @@ def _kernel_part(one: Passes, kind: str) -> float:
 
 def play_answer(setting: Setting, names: Sequence[str], answer: RecipeEstimate, new_tokens: int) -> Played:
     """Play an answer: the prompt through all stages, then token after token; those after the first few as one event."""
-    recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
+    recipe = setting.recipe
     stages, groups, found = split_stages(setting.work, recipe), recipe.num_microbatches, list[Event]()
     further = max(0, new_tokens - 1)
-    parts = [token_parts(setting, stage, recipe.micro_batch, prompt + new_tokens / 2) for stage in stages]
+    parts = [token_parts(setting, stage, recipe.micro_batch, new_tokens / 2) for stage in stages]
     of_token = [(sum(own.values()) - own["communication"], own["communication"]) for own in parts]
 
     def through(kind: str, label: str, begin: float, each: Sequence[tuple[float, float]]) -> None:

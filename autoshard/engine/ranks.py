@@ -36,11 +36,11 @@ def answer_ranks(
     setting: Setting, names: Sequence[str], seconds: float, sequences: int, new_tokens: int
 ) -> list[RankEstimate]:
     """The same for an answer; `setting` and `sequences` are those of `answer_setting`."""
-    recipe, prompt = setting.recipe, round(setting.share.length * setting.work.tokens)
+    recipe = setting.recipe
     groups, found = recipe.num_microbatches, []
     for rank, stage in enumerate(split_stages(setting.work, recipe)):
         compute, network = prompt_parts(setting, stage)
-        parts = token_parts(setting, stage, recipe.micro_batch, prompt + new_tokens / 2)
+        parts = token_parts(setting, stage, recipe.micro_batch, new_tokens / 2)
         further = groups * max(0, new_tokens - 1)
         network = groups * network + further * parts["communication"]
         compute = groups * compute + further * (sum(parts.values()) - parts["communication"])
