@@ -31,6 +31,7 @@ NEEDED: tuple[tuple[Any, str, str], ...] = (
     (torch.ones((), requires_grad=True).exp().grad_fn, "_sequence_nr", "and the node to an op of the forward"),
     (getattr(torch._C, "_autograd", None), "_get_sequence_nr", "by the numbers that nodes had got by then"),
     (torch.autograd.Variable, "_execution_engine", "ranks average some gradients when a backward is over"),
+    (torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module", "it takes parts of a matrix for its copies"),
     (
         torch.utils._python_dispatch,
         "_disable_current_modes",
@@ -166,6 +167,11 @@ def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
 def _package(hook: Any) -> str:
     """The package of a hook's class; "builtins" of a function."""
     return type(hook).__module__.partition(".")[0]
+
+
+def runs_in_ddp() -> bool:
+    """Whether this is a part of a forward of `DistributedDataParallel`."""
+    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def default_store() -> Any:

@@ -304,6 +304,8 @@ class Arrive:
         record = self.record
         if not torch.compiler.is_compiling() and torch_private.autograd_node() is None:
             leave_interrupted(record.ranks)
+            if isinstance(record.ranks, ProcessRanks):
+                _refuse_wrapped(module, record)
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
             if not record.gathered:
                 sum_gradients(module, record.partial, record.ranks)
@@ -323,6 +325,19 @@ class Arrive:
         if left := running():  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
         return _begin(record, module, args, kwargs)
+
+
+def _refuse_wrapped(module: nn.Module, record: CutRecord) -> None:
+    """Raise `ApplyError` where torch takes the parts that ranks have for copies: it gives all the first one's."""
+    wrapped = "DistributedDataParallel" if torch_private.runs_in_ddp() else ""
+    if not record.gathered and torch_private.is_fully_sharded(module):
+        wrapped = "fully_shard"
+    if wrapped:
+        raise ApplyError(
+            f"{wrapped} was called for a {type(module).__name__} whose matrices are cut over processes, and took parts "
+            "of ranks for copies of one: the weights are lost. Use the model as apply returned it, in a loop of your "
+            "own (a Trainer and Accelerator.prepare wrap models). For replicas plan with a mesh of dp or fsdp and tp."
+        )
 
 
 def _begin_alone(record: CutRecord, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:

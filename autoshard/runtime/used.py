@@ -50,7 +50,10 @@ class Used:
         self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
         self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
         self.seen: set[int] = set()
-        self.handles: list[Any] = []
+        self.memory = [_memory_of(one) for one in self.parameters]
+        self.handles: list[Any] = [
+            before_block(model, self.check_assigned), model.register_state_dict_pre_hook(self.check_assigned)
+        ]  # fmt: skip
         self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
@@ -72,6 +75,22 @@ class Used:
             handle.remove()
         _followed[:] = [one for one in _followed if one() is not self]
 
+    def check_assigned(self, *_: Any) -> None:
+        """Raise `ApplyError` if something was assigned to `.data` of a parameter: a DTensor goes on with its own part.
+
+        Conversions of the model (`to`, `half`) change the part, too.
+        """
+        for index, (parameter, (before, part_before)) in enumerate(zip(self.parameters, self.memory, strict=True)):
+            now, part = _memory_of(parameter)
+            if now is not before and part is part_before:
+                module, name = self.places[index]
+                raise ApplyError(
+                    f"{name} ({type(module).__name__}) was assigned to (parameter.data = …), which changes nothing of "
+                    "a parameter that is sharded. Write into it: parameter.copy_(…) inside of torch.no_grad(), or "
+                    "model.load_state_dict(…)."
+                )
+            self.memory[index] = now, part
+
     def drop_unused(self, stepped: set[int]) -> None:
         """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
         own = [index for index, one in enumerate(self.parameters) if id(one) in stepped and one.grad is not None]
@@ -91,6 +110,12 @@ class Used:
                 self.parameters[index].grad = None
         for number, one in self.empty:  # other ranks have it, and a state of their optimizer for it
             one.grad = torch.zeros_like(one) if used[number] and id(one) in stepped else None
+
+
+def _memory_of(parameter: Any) -> tuple[Any, Any]:
+    """Which memory a sharded parameter says that it has, and that of its part: torch keeps an object of each."""
+    with torch.no_grad():
+        return parameter.untyped_storage(), parameter.to_local().untyped_storage()
 
 
 def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn.Module, list[int]]]:
@@ -162,6 +187,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         used = reference()
         if used is not None:
             used.scalars.check(ids)
+            used.check_assigned()
             used.drop_unused(ids)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import autoshard
 from autoshard import ApplyError, RankError, apply
@@ -45,6 +46,10 @@ def loops(plan):
     expected = {name: parameter.grad for name, parameter in single.named_parameters()}
     gradients = wholes(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     found["gradients"] = max(float((gradients[name] - one).abs().max()) for name, one in expected.items())
+    embedding, before = model.get_parameter("embed.weight"), model.get_parameter("embed.weight").data
+    embedding.data = before.clone()  # as averages of parameters are put in their place
+    found["assigned"] = [error_of(one) for one in (model.state_dict, functools.partial(model, ids, labels=ids))]
+    embedding.data = before
     loss = model(ids, labels=ids)
     between = torch.optim.SGD(model.parameters(), 0.1)  # of parameters that are let go in the backward
     loss.backward()
@@ -67,6 +72,8 @@ def results_of(*meshes):
         )  # fmt: skip
         plan = completed(plan.to_json(), net(), (INPUT,))
         assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
+        whole = autoshard.plan(net(), devices_of(2), inputs=(INPUT,), strategy="column-parallel", objective="memory")
+        jobs["wrapped"] = wrapped, whole
         jobs["alone"], jobs["compiled"], jobs["other"] = (alone, plan), (compiled, plan), (other_numbers, plan)
     return run_ranks(run_jobs, 2, jobs)
 
@@ -78,6 +85,7 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         found = results[mesh]
         assert found["state"] and found["gradients"] < 1e-5
         assert "made between a forward and its backward" in found["between"]
+        assert all("weight (Embedding) was assigned to" in said for said in found["assigned"])
 
 
 def net():
@@ -104,6 +112,30 @@ def test_a_layer_with_a_part_of_the_tokens_is_not_called_by_itself():
     for results in results_of(*QUICK):
         whole, error, fine = results["alone"]
         assert whole == (8, 6, 16) and "0.2 was called by itself" in error and not fine
+
+
+class Holder(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x)
+
+
+def wrapped(plan):
+    """What is said where DDP, or `fully_shard`, takes the parts of a model that is cut for copies."""
+    said = []
+    for outer in (nn.parallel.DistributedDataParallel, lambda one: nn.parallel.DistributedDataParallel(Holder(one))):
+        said.append(error_of(outer(apply(net(), plan)), NUMBERS))
+    return [*said, error_of(fully_shard(apply(net(), plan)), NUMBERS)]
+
+
+@sharded_replicas
+def test_a_model_that_is_cut_is_not_wrapped_as_if_all_ranks_had_the_same():
+    """The first rank's parts were given to all: losses looked as if they were right."""
+    for results in results_of(*QUICK):
+        assert all("whose matrices are cut over processes" in said for said in results["wrapped"])
 
 
 def compiled(plan):
