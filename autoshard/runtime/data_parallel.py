@@ -31,7 +31,7 @@ from autoshard.runtime.around import take_off
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.dtensors import alike_on, is_sharded
+from autoshard.runtime.dtensors import is_sharded
 from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
@@ -168,20 +168,9 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
             loader.fill_rest(model, cut_record(model), record.device)
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
-    record.handles += [one.register_load_state_dict_pre_hook(_take_parts) for one in model.modules()]
     vars(model)["zero_grad"] = functools.partial(_zero_grad, model, used)
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = functools.partial(no_sync, model, used)
-
-
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Hook before a state is loaded: of tensors that are whole, the same on all ranks, a rank takes its part."""
-    for name, mine in module.named_parameters(prefix=prefix.removesuffix("."), recurse=False, remove_duplicate=False):
-        value = state.get(name)
-        if isinstance(value, torch.Tensor) and is_sharded(mine) and not is_sharded(value) and value.shape == mine.shape:
-            sharded: Any = mine
-            whole: Any = alike_on(mine, value.detach().to(mine.device))
-            state[name] = whole.redistribute(placements=sharded.placements)
 
 
 def _zero_grad(model: nn.Module, used: Used, set_to_none: bool = True) -> None:

@@ -23,7 +23,7 @@ from autoshard.common.packed import own_attributes
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.dtensors import is_sharded, whole_of
+from autoshard.runtime.dtensors import alike_on, is_sharded, whole_of
 from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter
 from autoshard.runtime.moves import set_data
 from autoshard.runtime.scalars import Scalars
@@ -105,9 +105,20 @@ def shard(
     used.handles += [
         *means.watch(), model.register_forward_hook(means), model.register_forward_hook(order),
         model.register_forward_pre_hook(means.check_finished, prepend=True), model.register_forward_hook(_let_go),
+        *(one.register_load_state_dict_pre_hook(_take_parts) for one in model.modules()),
     ]  # fmt: skip
     used.follow_steps()
     return used
+
+
+def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Hook before a state is loaded: of tensors that are whole, the same on all ranks, a rank takes its part."""
+    for name, mine in module.named_parameters(prefix=prefix.removesuffix("."), recurse=False, remove_duplicate=False):
+        value = state.get(name)
+        if isinstance(value, torch.Tensor) and is_sharded(mine) and not is_sharded(value) and value.shape == mine.shape:
+            sharded: Any = mine
+            whole: Any = alike_on(mine, value.detach().to(mine.device))
+            state[name] = whole.redistribute(placements=sharded.placements)
 
 
 def _let_go(model: Any, args: Any, output: Any) -> None:

@@ -146,7 +146,11 @@ def staged(name, plan):
     """The model of a process with its plan, and what runs a step of the samples of its replica."""
     model, inputs, loss_of = build(name)
     own = part_of(inputs, plan.mesh.place(dist.get_rank())[0], plan.mesh.data)
+    state = copy.deepcopy(model.state_dict())
+    for one in model.parameters():
+        one.data.mul_(2)
     autoshard.apply(model, plan, inputs=inputs)
+    model.load_state_dict(state)  # whole tensors, of which a rank takes its part
     runner = autoshard.schedule(model, loss_of)
     target = None if loss_of is None else torch.zeros(ROWS // plan.mesh.data)
 
