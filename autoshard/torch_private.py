@@ -260,7 +260,7 @@ def _run_hooks_again(tensor: torch.Tensor) -> None:
     """Let the hooks that a Python object has on its gradient run for what is behind it now: the setters see to that."""
     for name in (_ON_GRADIENT, _ON_ACCUMULATED):
         hooks = getattr(tensor, name, None)
-        if hooks:
+        if hooks is not None:  # nor does torch look again at a table that was empty when a hook is added to it
             setattr(tensor, name, None)
             setattr(tensor, name, hooks)
 
