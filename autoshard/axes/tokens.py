@@ -27,7 +27,7 @@ from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import Action, Cut, Results
+from autoshard.plan.sharding import Action, Cut, Results, result_of
 
 ATTENTION = "scaled_dot_product_attention"
 _SHAPING = frozenset(
@@ -100,7 +100,7 @@ def _divided(
 def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
     """Return the cuts that divide the tokens of all blocks with attention over so many ranks, which share no matrix.
 
-    With them, which modules give each rank a part.
+    With them, which modules give each rank a part, and what the model gave: anything else may be a rank's part.
 
     `graph`: captured with `composite=True`; `training`: in training mode. Raises `PlanError` where a block with
     attention can't be.
@@ -118,7 +118,11 @@ def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[tupl
         found += cuts
     if not found:
         raise PlanError(f"cp={degree} divides tokens around {ATTENTION}, which this model does not call.")
-    return divide_losses(lookup, found)
+    divided, results = divide_losses(lookup, found)
+    (root,) = (call for call in graph.calls if not call.path)
+    places = zip(root.output_paths, root.outputs, strict=True)
+    given = tuple(result_of(path, len(graph.values[value].shape)) for path, value in places)
+    return divided, (*results, Results(modules=("",), tensors=given))
 
 
 def depends_on_length(graph: ModelGraph, rank: ModelGraph) -> str:

@@ -8,7 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard.check.cuts import find_context
-from autoshard.errors import PlanError
+from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.search.traced import trace
@@ -96,13 +96,15 @@ class Net(nn.Module):
         self.embed, self.head, self.near = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), near
         self.layers = nn.ModuleList(kind() for _ in range(2))
 
-    def forward(self, ids, labels=None):
+    def forward(self, ids, labels=None, states=False):
         x, at = self.embed(ids), torch.arange(ids.shape[1])
         turn = at.cos().view(1, 1, -1, 1)
         mask = (at <= at[:, None]) & (at > at[:, None] - self.near) if self.near else None
         for layer in self.layers:
             x = layer(x, turn, mask)
         logits = self.head(self.norm(x)).float()
+        if states:
+            return logits, x
         return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
@@ -142,6 +144,14 @@ CASES = {  # the ranks that found where to divide by themselves have the first
 }  # fmt: skip
 
 
+def asked(plan):
+    """What is said where a rank would hand out the tokens that it has."""
+    model = autoshard.apply(made(Mixing), plan)
+    with pytest.raises(ApplyError) as caught:
+        model(IDS, states=True)
+    return str(caught.value)
+
+
 @sharded_replicas
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_parts_of_sequences_train_as_on_one_process(ranks):
@@ -152,7 +162,12 @@ def test_parts_of_sequences_train_as_on_one_process(ranks):
             plan = launched.completed(text, MAKES[name](), INPUTS)
         degree = Plan.from_json(text).mesh.cp
         jobs[mesh, name] = launched.trained, MAKES[name], plan or text, IDS, degree, "head"
+        if name == "mixing":
+            jobs[asked] = asked, plan
     for results in run_ranks(run_jobs, ranks, jobs):
+        assert asked not in jobs or "tensor of shape [4, 4, 16] at '1' that the plan does not know" in results.pop(
+            asked
+        )
         for name, found in results.items():
             assert found["losses"] < 1e-5 and found["norms"] < 1e-5, (name, found)
             assert found["gradients"] < 1e-4 and found["values"] < 1e-4, (name, found)
