@@ -143,13 +143,14 @@ class _Note:
         self.used, self.indices = used, indices
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        # computed again in a backward, in which some of its parameters may have been seen already
-        if not torch.is_grad_enabled() or torch_private.autograd_node() is not None:
-            return
-        seen = self.used.seen
+        # computed again in a backward, some of its parameters may have been seen already; under a checkpoint with
+        # use_reentrant=True, gradients are enabled there alone
+        again, seen = torch_private.autograd_node() is not None, self.used.seen
         for index in self.indices:
-            if self.used.parameters[index].grad is None and not self.used.accumulates:
+            if self.used.parameters[index].grad is None and not self.used.accumulates and not again:
                 seen.discard(index)
+            if not torch.is_grad_enabled():
+                continue
             inner, name = self.used.places[index]
             parameter: Any = getattr(inner, name)
             trained = parameter is not None and parameter.requires_grad and not is_sharded(parameter)

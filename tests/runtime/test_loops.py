@@ -7,13 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard import ApplyError, RankError, apply
 from autoshard.plan.workload import Workload
 from tests.pipeline_models import Block
 from tests.ranks import run_jobs, run_ranks
-from tests.runtime.test_launched import completed, decoder, devices_of, own_part, plan_for, samples, wholes
+from tests.runtime.test_launched import WORDS, completed, decoder, devices_of, own_part, plan_for, samples, wholes
+from tests.search.models import Decoder
 from tests.torch_releases import sharded_replicas
 
 
@@ -74,6 +76,7 @@ def results_of(*meshes):
         assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
         whole = autoshard.plan(net(), devices_of(2), inputs=(INPUT,), strategy="column-parallel", objective="memory")
         jobs["wrapped"] = wrapped, whole
+        jobs["checkpointed"] = (checkpointed,)
         jobs["alone"], jobs["compiled"], jobs["other"] = (alone, plan), (compiled, plan), (other_numbers, plan)
     return run_ranks(run_jobs, 2, jobs)
 
@@ -156,6 +159,45 @@ def compiled(plan):
 def test_a_compiled_model_that_is_cut_has_the_same_gradients_in_every_step():
     """What sums gradients over ranks is hung up once, not once more by every call that runs what was traced."""
     assert all(results["compiled"] < 1e-5 for results in results_of(*QUICK))
+
+
+class Recomputing(Decoder):
+    """Its layers are called under checkpoints, in which gradients are disabled until they are computed again."""
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return nn.functional.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+def recomputing():
+    torch.manual_seed(0)
+    return Recomputing(32, 3, 4, WORDS)
+
+
+def checkpointed():
+    """How far a step of a model with such checkpoints is from that of one process."""
+    inputs = {"ids": samples(), "labels": samples()}
+    plan = autoshard.plan(
+        recomputing(), devices_of(2), inputs=inputs, launch="processes", mesh="fsdp=2", precision="full",
+        workload=Workload(mode="training", batch_size=len(samples())),
+    )  # fmt: skip
+    model, single = apply(recomputing(), plan, inputs=inputs), recomputing()
+    for one, ids in ((model, own_part(samples())), (single, samples())):
+        optimizer = torch.optim.SGD(one.parameters(), 0.1)
+        one(ids, ids).backward()
+        optimizer.step()
+    found = wholes(model, dict(model.named_parameters()))
+    return plan.gathered, max(float((found[name] - one).abs().max()) for name, one in single.named_parameters())
+
+
+@sharded_replicas
+def test_layers_under_reentrant_checkpoints_are_trained():
+    """They were taken for layers that nobody used, and their gradients were dropped before each step."""
+    for results in results_of(*QUICK):
+        gathered, error = results["checkpointed"]
+        assert "layers.0" in gathered and error < 1e-6
 
 
 NUMBERS = torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(3))
