@@ -38,7 +38,7 @@ from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, colle
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import cut_tensors, find_cut_tensors, merge_tensors
-from autoshard.runtime.steps import Memo, Step
+from autoshard.runtime.steps import Memo, Step, Tokens
 
 
 class Loader(Protocol):
@@ -216,12 +216,13 @@ def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[di
     """Module path -> what happens there; block -> what its steps remember of a forward."""
     modules = dict(model.named_modules(remove_duplicate=False))
     memos: dict[str, Memo] = {}
+    tokens = Tokens()
     steps: dict[str, list[Step]] = {}
     for cut in cuts:
         for block in cut.blocks:
             if block not in modules:
                 raise PlanError(f"the plan cuts {block!r}, which this {type(model).__name__} does not have.")
-            memo = memos.setdefault(block, Memo())
+            memo = memos.setdefault(block, Memo(tokens))
             for action in cut.actions:
                 path = join(block, action.module)
                 where = f"{action.function} in {path or 'the model'}" if action.function else path or "the model"
@@ -246,6 +247,9 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     handles = ready.record.handles
     for path, steps in ready.steps.items():
         handles += install(modules[path], steps)
+    for tokens in {memo.tokens for memo in ready.memos.values()}:
+        handles.append(model.register_forward_pre_hook(tokens.begin))
+        handles.append(model.register_forward_hook(tokens.end, always_call=True))
     for block, memo in ready.memos.items():
         for path in {block, ""}:  # a block may be a container that is never called itself
             handles.append(modules[path].register_forward_hook(memo.forget, always_call=True))

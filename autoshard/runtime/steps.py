@@ -1,5 +1,6 @@
 """One action of a cut, carried out: on the arguments of a call, on its result, or around it."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -25,15 +26,48 @@ _ON_RESULTS = frozenset({"reduce", "mean", "gather", "spread", "copy_from", "sca
 """Kinds of actions on what a call gives."""
 
 
+class Tokens:
+    """Whether ranks divide tokens in the forward of the model that runs: if it began with gradients; None for none.
+
+    Code may disable them for a part of the model, and reentrant checkpoints do.
+    """
+
+    __slots__ = ("divided",)
+
+    def __init__(self) -> None:
+        self.divided: bool | None = None
+
+    def begin(self, module: nn.Module, args: tuple) -> None:
+        """Pre-hook of the model."""
+        if not torch.compiler.is_compiling():
+            self.divided = torch.is_grad_enabled()
+
+    def end(self, module: nn.Module, args: tuple, result: Any) -> None:
+        """Hook, also after an exception."""
+        if not torch.compiler.is_compiling():
+            self.divided = None
+
+    def __call__(self, where: str) -> bool:
+        """Whether they are divided at a place of that name. Raises `ApplyError` if only this place has gradients."""
+        if self.divided is False and torch.is_grad_enabled():
+            raise ApplyError(
+                f"gradients are enabled in {where} alone, and this forward began without them: tokens are not divided "
+                "over ranks in it. Call the model with gradients, or apply "
+                "dataclasses.replace(plan, sequence_parallel=False)."
+            )
+        return self.divided or torch.is_grad_enabled()
+
+
 class Memo:
     """The tensors that have entered the cuts of one block in this forward: each enters once, whoever reads it.
 
-    `given`: (as it was changed, as it was) of arguments that a module hands on.
+    `given`: (as it was changed, as it was) of arguments that a module hands on. `tokens`: of the whole model.
     """
 
-    __slots__ = ("given", "made")
+    __slots__ = ("given", "made", "tokens")
 
-    def __init__(self) -> None:
+    def __init__(self, tokens: Tokens) -> None:
+        self.tokens = tokens
         self.made: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor, int]] = {}
         self.given: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -68,7 +102,7 @@ class Memo:
         self.given.clear()
 
     def __deepcopy__(self, memo: dict) -> "Memo":
-        return Memo()
+        return Memo(copy.deepcopy(self.tokens, memo))
 
 
 class Step:
@@ -105,7 +139,7 @@ class Step:
     @property
     def _divides(self) -> bool:
         """Whether tokens are divided in this forward."""
-        return torch.is_grad_enabled() or getattr(self.ranks, "divides", False)
+        return getattr(self.ranks, "divides", False) or self.memo.tokens(self.where)
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
         """Divide tokens over ranks, or put them together: the same tensor once in a forward, whoever reads it."""

@@ -16,7 +16,7 @@ from autoshard.plan.sharding import Action, resized
 from autoshard.runtime.collectives import Axis
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RanksMode, RankTensor, running, spread
-from autoshard.runtime.steps import Memo, Step
+from autoshard.runtime.steps import Memo, Step, Tokens
 from tests.threads import run_ranks
 
 
@@ -173,7 +173,7 @@ def test_parts_of_another_batch(shares):
 def test_a_part_of_no_known_size_is_refused():
     """It was padded, and zeros were gathered."""
     action = Action(kind="gather", module="", argument="", axis="2x*4x3")
-    step = Step(action, (2, 2), LoneRank(rank=0, size=2), Memo(), "here")
+    step = Step(action, (2, 2), LoneRank(rank=0, size=2), Memo(Tokens()), "here")
     assert step.after(torch.ones(12)).shape == (24,)
     with pytest.raises(ApplyError, match="the plan is for 12 on this rank"):
         step.after(torch.ones(6))
