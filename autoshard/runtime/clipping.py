@@ -127,6 +127,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 _check_alike(model, cuts, ranks, given)
             check_elementwise(optimizer, {id(one): name for name, one in model.named_parameters() if name in cuts})
     for model, record in list(_staged.items()):
+        if record.silent and not given.isdisjoint(map(id, model.parameters())):
+            raise ApplyError(
+                f"{type(optimizer).__name__} steps while a schedule runs (in a hook of a gradient), and other "
+                "micro-batches are still to go through these parameters. Step after schedule.step(…)."
+            )
         before = record.extras.pop("norms", None)
         if before:
             record.extras["scaled"] = _factor(model, before)

@@ -68,27 +68,34 @@ def _meet(ranks: Ranks) -> None:
         agree(ranks, RankState(plan="state_dict"))
     except RankError as error:
         raise RankError(
-            f"{error} state_dict() of a model that is cut over processes puts every tensor together: call it on all "
+            f"{error} state_dict() of a model that is divided over processes puts tensors together: call it on all "
             "ranks, or autoshard.save(model, path), which never holds more than one."
         ) from error
 
 
 class WholeState:
-    """Hooks of a module of a cut model: its `state_dict()` has whole tensors, which all ranks put together; and loading
-    takes them.
+    """Hooks of a module of a divided model: its `state_dict()` has whole tensors, which all ranks put together.
 
     Every module has them, as code saves an encoder alone; those inside have done their part when one around them does.
     With `keep_vars=True` it has the parameters themselves, which are parts; nobody else is asked then.
     """
 
-    def __init__(self, record: CutRecord, path: str) -> None:
-        self.record, self.path, self.keep = record, path, False
+    def __init__(self, ranks: Ranks, path: str) -> None:
+        self.ranks, self.path, self.keep = ranks, path, False
+
+    def whole(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        """Put one value together; it may be whole already. All ranks call it."""
+        raise NotImplementedError
+
+    def put_on(self, module: nn.Module) -> list[Any]:
+        """Register the hooks; returns handles."""
+        return [module.register_state_dict_pre_hook(self.begin), module.register_state_dict_post_hook(self)]
 
     def begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Hook before a state dict is made: who is called by itself meets the other ranks."""
         self.keep = keep_vars
         if not keep_vars and (not self.path or not prefix):
-            _meet(self.record.ranks)
+            _meet(self.ranks)
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
         if self.keep:
@@ -100,10 +107,21 @@ class WholeState:
                 own = name.removeprefix(prefix)
                 key = id(tensors.get(own, value))
                 if key not in made:
-                    made[key] = self._whole(value, join(self.path, own))
+                    made[key] = self.whole(value, join(self.path, own))
                 state[name] = made[key]
 
-    def _whole(self, value: torch.Tensor, name: str) -> torch.Tensor:
+
+class CutState(WholeState):
+    """The same for a module of a cut model, which also takes whole tensors when it loads."""
+
+    def __init__(self, record: CutRecord, path: str) -> None:
+        super().__init__(record.ranks, path)
+        self.record = record
+
+    def put_on(self, module: nn.Module) -> list[Any]:
+        return [*super().put_on(module), module.register_load_state_dict_pre_hook(self.divide)]
+
+    def whole(self, value: torch.Tensor, name: str) -> torch.Tensor:
         plain = not isinstance(value, RankTensor) and not is_sharded(value)
         if plain and tuple(value.shape) == whole_shape(value, name, self.record):
             return value

@@ -25,7 +25,7 @@ from autoshard.runtime.actions import check, install
 from autoshard.runtime.agreement import RankState, SameInputs, agree, state_of_rank, together
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
-from autoshard.runtime.cut_state import CutRecord, WholeState
+from autoshard.runtime.cut_state import CutRecord, CutState
 from autoshard.runtime.devices import CPU, META
 from autoshard.runtime.draws import watch_draws
 from autoshard.runtime.function_calls import leave_interrupted
@@ -273,10 +273,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
         handles += refuse_additions(model, ready.record.tensors)
         for path, module in model.named_modules():
-            whole = WholeState(ready.record, path)
-            handles.append(module.register_state_dict_pre_hook(whole.begin))
-            handles.append(module.register_state_dict_post_hook(whole))
-            handles.append(module.register_load_state_dict_pre_hook(whole.divide))
+            handles += CutState(ready.record, path).put_on(module)
     sum_gradients(model, ready.record.partial, ready.record.ranks)
     watch_norms(model, ready.record.tensors, ready.record.ranks)
 

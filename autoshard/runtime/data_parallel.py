@@ -36,6 +36,7 @@ from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import check_filled, move_tensors, named_tensors
+from autoshard.runtime.refused import COPIES, allow_methods, refuse_methods
 from autoshard.runtime.sharded import (
     Replaced,
     Sharing,
@@ -169,6 +170,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
     vars(model)["zero_grad"] = functools.partial(_zero_grad, model, used)
+    refuse_methods(model, *COPIES)
     if not hasattr(model, "no_sync"):
         vars(model)["no_sync"] = functools.partial(no_sync, model, used)
 
@@ -216,8 +218,7 @@ def remove_replicas(model: nn.Module) -> nn.Module:
         raise ApplyError("nothing to remove: this model is no replica.")
     if record.replaced:
         unshard(model, record.replaced, {} if record.plan.cuts else record.originals)
-        for name in ("no_sync", "zero_grad"):
-            vars(model).pop(name, None)
+        allow_methods(model)
     take_off(model)
     for handle in record.handles:
         handle.remove()

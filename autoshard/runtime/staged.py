@@ -7,6 +7,7 @@ Where several ranks share a stage, its parameters are then cut over them. Small 
 masks decide which way a forward goes.
 """
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from autoshard.runtime.agreement import RankState, agree, digest_of, state_of_ra
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
+from autoshard.runtime.cut_state import WholeState
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.devices import META
 from autoshard.runtime.dtensors import whole_of
@@ -38,6 +40,7 @@ from autoshard.runtime.moves import (
     tied_groups,
 )
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of, written_down
+from autoshard.runtime.refused import COPIES, SHARE, allow_methods, refuse_methods
 from autoshard.runtime.sharded import Sharing, check_shardable, forget_whole
 from autoshard.runtime.sharded_stages import lower, shard_stages, shards_stages, unshard_stages, withdraw
 
@@ -126,12 +129,16 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     record = marked.record
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
+    refuse_methods(model, *(COPIES if shards_stages(record.plan) else (SHARE,)))
+    if not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = contextlib.nullcontext  # each step sums what its own micro-batches made
     pp_ranks: dict[str, set[int]] = {}
     for name, holders in record.holders.items():
         for path in above(name):
             pp_ranks.setdefault(path, set()).add(holders[0])
     record.around = tuple(path for path, of_path in pp_ranks.items() if len(of_path) > 1)
     for path, module in model.named_modules():
+        marked.handles += StagesState(record, path).put_on(module)
         if path and path in pp_ranks and parent(path) in record.around:
             marked.handles.append(module.register_forward_pre_hook(marked.refuse))
 
@@ -140,6 +147,7 @@ def _unhook(model: nn.Module, marked: StagesHook) -> None:
     """Undo `_hook`, and recomputation."""
     forget_norms(model)
     take_off(model)
+    allow_methods(model)
     for handle in marked.handles:
         handle.remove()
 
@@ -171,6 +179,18 @@ def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch
     sent = own.contiguous()
     record.across.broadcast(sent, record.owner(name))
     return sent
+
+
+class StagesState(WholeState):
+    """The same for a module of a model in stages: values of other stages come from there."""
+
+    def __init__(self, record: PipelineRecord, path: str) -> None:
+        super().__init__(record.across, path)
+        self.record = record
+
+    def whole(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        own = parent(name) == self.path  # what is further inside is whole already
+        return whole_value(value, name, self.record) if own else value
 
 
 def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:

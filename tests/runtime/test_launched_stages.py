@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import autoshard
-from autoshard.errors import AutoshardError, PlanError
+from autoshard.errors import ApplyError, AutoshardError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
@@ -169,8 +169,10 @@ def trained(name, plan):
     model, step = staged(name, plan)
     kept = sum(own_part(one).numel() for one in model.parameters() if not one.is_meta)
     losses, norms, gradients = train(model, step, autoshard.clip_grad_norm_)
+    state = model.state_dict()  # with what other stages have
     autoshard.remove(model)
     values = {name: one.detach() for name, one in model.named_parameters()}
+    torch.testing.assert_close(state, dict(model.state_dict()), rtol=0, atol=0)
     return {
         "gradients": largest_error(gradients, {name: expected[2][name] for name in gradients}),
         "norms": relative(norms, expected[1]),
@@ -255,8 +257,11 @@ def changed(plan):
     """A hook on a layer, which its stage calls, is called; on the model, which none calls, it would do nothing."""
     model, seen = decoder(), []
     autoshard.apply(model, plan, inputs={"ids": samples(), "labels": samples()})
+    with pytest.raises(ApplyError, match="Start every process"):
+        model.share_memory()
     runner = autoshard.schedule(model)
-    runner.step(ids=samples(), labels=samples())
+    with model.no_sync():
+        runner.step(ids=samples(), labels=samples())
     model.layers[0].register_forward_hook(lambda *_: seen.append(1))
     runner.step(ids=samples(), labels=samples())
     assert bool(seen) == (not model.layers[0].o.weight.is_meta)
@@ -330,6 +335,25 @@ def test_a_stage_that_stops_gradients_of_layers_that_are_trained_is_refused():
     assert all(rank.get(("stages", "frozen"), ("trained", "")) == ("trained", "") for rank in said)
     assert [rank["stages", "not frozen"][0] for rank in said] == ["RankError", "ApplyError"]
     assert "a stage stops gradients" in said[1]["stages", "not frozen"][1]
+
+
+def stepping_in_hooks(plan):
+    """An optimizer that steps as soon as a gradient is there: other micro-batches have yet to go through."""
+    model, inputs, loss_of = build("tied")
+    autoshard.apply(model, plan, inputs=inputs)
+    for one in model.parameters():
+        optimizer = torch.optim.SGD([one], 0.1)
+        one.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with pytest.raises(AutoshardError) as caught:
+        autoshard.schedule(model, loss_of).step(**inputs, target=torch.zeros(ROWS))
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_optimizers_that_step_in_hooks_are_told_of():
+    plan = completed(plan_for("tied", "pp=2"), *build("tied")[:2])
+    said = run_ranks(stepping_in_hooks, 2, plan)
+    assert any("SGD steps while a schedule runs" in text for _, text in said), said
+    assert all(kind == "ApplyError" or "rank" in text for kind, text in said), said
 
 
 def other_targets(plan):

@@ -1,6 +1,8 @@
 """What loops do with a model that processes share beside forward, backward and step: equal, or an error says why."""
 
+import copy
 import functools
+import pickle
 
 import pytest
 import torch
@@ -47,6 +49,7 @@ def loops(plan):
     expected = {name: parameter.grad for name, parameter in single.named_parameters()}
     gradients = wholes(model, {name: parameter.grad for name, parameter in model.named_parameters()})
     found["gradients"] = max(float((gradients[name] - one).abs().max()) for name, one in expected.items())
+    found["copies"] = [error_of(copy.deepcopy, model), error_of(pickle.dumps, model), error_of(model.share_memory)]
     embedding, before = model.get_parameter("embed.weight"), model.get_parameter("embed.weight").data
     embedding.data = before.clone()  # as averages of parameters are put in their place
     found["assigned"] = [error_of(one) for one in (model.state_dict, functools.partial(model, ids, labels=ids))]
@@ -89,6 +92,7 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         assert found["state"] and found["gradients"] < 1e-5
         assert "made between a forward and its backward" in found["between"]
         assert all("weight (Embedding) was assigned to" in said for said in found["assigned"])
+        assert all("a model that is divided over processes can't be" in said for said in found["copies"])
 
 
 def net():
