@@ -6,11 +6,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
-from torch import nn
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.parse import active_cluster, parse_devices
-from autoshard.common.own_tensors import own_tensors
 from autoshard.errors import SpecError
 from autoshard.simulate.memory import SimulatedDevice
 from autoshard.simulate.tensor import SimulatedTensor, all_ours, become, run_op, with_ordinary_items
@@ -102,7 +100,7 @@ def simulate(spec: Any) -> Iterator[SimulatedDevices]:
 
 @contextlib.contextmanager
 def _patched() -> Iterator[None]:
-    """Replace the few functions that lose the index of a device, or the identity of a parameter, without dispatching.
+    """Replace the few functions that lose the index of a device, or the identity of a tensor, without dispatching.
 
     A function mode would see the first kind as well, but its mere presence switches off fused paths (nn's encoder
     layers look for it), and results would no longer be those of the plain CPU.
@@ -114,7 +112,6 @@ def _patched() -> Iterator[None]:
         (torch, "as_tensor", _keep_index),
         (torch, "asarray", _keep_index),
         (torch.Tensor, "data", _settable_data),
-        (nn.Module, "_apply", _keep_parameters),
     ]
     originals = [getattr(place, name) for place, name, _ in wrappers]
     own = [name in vars(place) for place, name, _ in wrappers]
@@ -158,34 +155,3 @@ def _settable_data(original: Any) -> property:
             original.__set__(tensor, value)
 
     return property(original.__get__, set_data)
-
-
-def _keep_parameters(apply: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Wrap `nn.Module._apply`, so that `.to` keeps parameter objects (and with them ties), as it does on GPUs.
-
-    Where nothing changes, nothing is exchanged: a backward graph that holds the parameter stays good. Some models call
-    `.to` in every forward, also in one that runs again in backward.
-    """
-
-    def apply_and_swap(module: nn.Module, fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        if recurse:
-            for child in module.children():
-                child._apply(fn)
-        if not _changes(module, fn):
-            return module
-        before = torch.__future__.get_swap_module_params_on_conversion()
-        torch.__future__.set_swap_module_params_on_conversion(True)
-        try:
-            return apply(module, fn, recurse=False)
-        finally:
-            torch.__future__.set_swap_module_params_on_conversion(before)
-
-    return apply_and_swap
-
-
-def _changes(module: nn.Module, fn: Callable[..., Any]) -> bool:
-    """Whether a conversion gives other tensors than those that the module itself holds."""
-    own = [tensor for _, tensor, _ in own_tensors(module)]
-    own += [tensor.grad for tensor in own if tensor.is_leaf and tensor.grad is not None]
-    with torch.no_grad():
-        return any(fn(tensor) is not tensor for tensor in own)

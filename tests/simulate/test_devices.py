@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoshard import nested
 from autoshard.cluster.parse import parse_devices
 from autoshard.errors import SpecError
 from autoshard.simulate import SimulatedTensor, active_devices, simulate
@@ -187,6 +188,29 @@ def test_module_to_keeps_objects_and_ties(devices):
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
+def test_module_to_converts_what_is_referred_to_weakly_or_held(devices):
+    """Recurrent layers refer weakly to their weights; the old weight norm keeps a product of its own from the start."""
+    lstm = nn.LSTM(2, 2).to(TWO)
+    x = torch.ones(1, 1, 2, device=TWO)
+    assert lstm(x)[0].device == TWO and lstm.double()(x.double())[0].dtype == torch.float64
+    for module, name in ((nn.Linear(2, 2), "weight"), (nn.LSTM(2, 2), "weight_hh_l0")):
+        twin = copy.deepcopy(module)
+        model = nn.utils.weight_norm(module, name).to(TWO).double()
+        found, expected = model(x.double()), twin.double()(torch.ones(1, 1, 2, dtype=torch.float64))
+        pairs = zip(nested.flat_tensors(found), nested.flat_tensors(expected), strict=True)
+        assert all(one.device == TWO and torch.allclose(one.cpu(), other) for one, other in pairs)
+        found[0].sum().backward()
+        assert getattr(model, f"{name}_g").grad.device == TWO
+
+
+def test_module_to_keeps_hooks_on_gradients(devices):
+    model, called = nn.Linear(2, 2), []
+    model.weight.register_hook(lambda grad: called.append(grad.dtype))
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.device))
+    model.to(TWO).double()(torch.ones(1, 2, device=TWO).double()).sum().backward()
+    assert called == [torch.float64, TWO]
+
+
 def test_data_may_change_the_kind_of_a_parameter(devices):
     parameter = nn.Parameter(torch.ones(2))
     parameter.note = "kept"
@@ -227,11 +251,11 @@ def test_tensors_leave_the_context():
 
 
 def test_nothing_of_torch_stays_replaced():
-    before = torch.tensor, torch.as_tensor, torch.asarray, nn.Module._apply
+    before = torch.tensor, torch.as_tensor, torch.asarray
     with pytest.raises(KeyError), simulate("1MiB"):
         assert torch.tensor is not before[0]
         raise KeyError
-    assert (torch.tensor, torch.as_tensor, torch.asarray, nn.Module._apply) == before
+    assert (torch.tensor, torch.as_tensor, torch.asarray) == before
     assert "data" not in vars(torch.Tensor)
     assert torch.zeros(1, device="cpu:0").device == torch.device("cpu")
 
