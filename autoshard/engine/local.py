@@ -79,7 +79,7 @@ def volume_of(parts: Iterable[TensorPart], gathered: Iterable[TensorPart] = ()) 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """A matrix product of m x k with k x n; `cut`: which of n and k tensor parallelism divides; `frozen`: with a weight
-    that is not trained, so that backward makes one product of it and not two."""
+    that is not trained, so that backward makes one product of it and not two. `once`: as in `OpWork`."""
 
     flops: float
     m: int
@@ -89,9 +89,9 @@ class Product:
     cut: Literal["", "n", "k"]
     experts: int
     frozen: bool
-    once: bool
     weight_elements: int
     moved: Volume
+    once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +104,11 @@ class Attention:
     flops: float
     cut: bool
     causal: bool
-    once: bool
-    fixed: bool
     width: int
     cache_elements: float
     moved: Volume
+    once: bool = False
+    fixed: bool = False
 
     def scores_on(self, share: Share) -> float:
         """Elements of the scores on one rank: a query times a key is 2 FLOPs per column, and as many with a value."""
