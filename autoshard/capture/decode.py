@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from autoshard import nested
+from autoshard.capture.graph import ModelGraph
 from autoshard.errors import CaptureError
 
 Decoding = Literal["step", "generate"]
@@ -113,6 +114,23 @@ def _start_token(model: nn.Module) -> int:
             if isinstance(getattr(holder, name, None), int):
                 return getattr(holder, name)
     return 0
+
+
+def answered_values(graph: ModelGraph) -> tuple[str, set[int]]:
+    """Return the argument with the tokens that an answer is added to, and the values that are made anew for each token.
+
+    Not so what an encoder makes, or a tower for images: that is done with the prompt. ("", all values) where no such
+    tokens were given by name. `graph`: captured with `composite=True`.
+    """
+    values = dict(zip((path.rpartition(".")[2] for path in graph.calls[0].input_paths), graph.inputs, strict=False))
+    argument = next((name for name in TOKENS if name in values), "")
+    if not argument:
+        return "", set(range(len(graph.values)))
+    made = {values[argument]}
+    for op in graph.ops:
+        if not made.isdisjoint(op.inputs):
+            made.update(op.outputs, op.mutates)
+    return argument, made
 
 
 def _with_more(named: dict[str, Any], more: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups
 from autoshard.axes.losses import cut_loss, token_loss
 from autoshard.axes.regions import OUTSIDE, outside_ops
 from autoshard.axes.walk import AxisWalk
-from autoshard.capture.decode import TOKENS
+from autoshard.capture.decode import TOKENS, answered_values
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.common.module_paths import is_below
 from autoshard.errors import PlanError
@@ -206,10 +206,10 @@ class ModelWork:
         return sum(block.trained_part * (block.count * block.elements - block.shared) for block in self.blocks)
 
 
-def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0, encodes: bool = False) -> ModelWork:
+def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0) -> ModelWork:
     """Fold a run that was captured with `composite=True` and at least two samples into blocks.
 
-    `encodes`: as in `ModelWork`. Raises `PlanError` where no input has a dimension for the batch.
+    Raises `PlanError` where no input has a dimension for the batch.
     """
     graph = walk.graph
     inputs = (axes for value in graph.inputs if len(axes := walk.axes.get(value, ())) > batch_dim)
@@ -221,7 +221,7 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0,
         )
     batch = {value for value, axes in walk.axes.items() if not rows.isdisjoint(chain(*map(factors_of, axes)))}
     found, lookup = find_groups(graph), Lookup(graph)
-    grows = _growing(graph)
+    argument, grows = answered_values(graph)
     blocks: list[Block] = []
     seen: set[int] = set()
     for path, count, indices in _sections(graph, found):
@@ -235,24 +235,8 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0,
     unread = [prod(one.shape) for one in graph.tensors if one.kind == "parameter" and one.value not in read]
     blocks += [_unread(sum(unread))] if unread else []
     layers = _layers(found, {block.path for block in blocks if block.layer})
+    encodes = argument == TOKENS[0]
     return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers, encodes=encodes)
-
-
-def _growing(graph: ModelGraph) -> set[int]:
-    """The values that are made of the tokens to which an answer is added, and are made anew for each of its tokens.
-
-    Not so what an encoder makes, or a tower for images: that is done with the prompt. All values where no such tokens
-    are given.
-    """
-    paths = dict(zip((path.rpartition(".")[2] for path in graph.calls[0].input_paths), graph.inputs, strict=False))
-    name = next((name for name in TOKENS if name in paths), None)
-    if name is None:
-        return set(range(len(graph.values)))
-    grows = {paths[name]}
-    for op in graph.ops:
-        if not grows.isdisjoint(op.inputs):
-            grows.update(op.outputs, op.mutates)
-    return grows
 
 
 def _unread(elements: int) -> Block:

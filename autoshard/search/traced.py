@@ -11,7 +11,6 @@ from torch import nn
 from autoshard.axes.batch import batch_dim
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.capture import calls_of, capture
-from autoshard.capture.decode import TOKENS
 from autoshard.capture.graph import ModelGraph
 from autoshard.engine.blocks import ModelWork, model_work
 from autoshard.errors import AutoshardError, CaptureError, PlanError
@@ -55,8 +54,7 @@ def trace(model: nn.Module, inputs: Any, workload: Workload) -> Traced:
     walk = walk_over(graph, graph.ops)
     dim = batch_dim(walk)
     traced, tokens = sizes_of(given, workload, dim)
-    encodes = isinstance(given, dict) and TOKENS[0] in given
-    work = model_work(walk, traced, tokens, batch_dim=dim, encodes=encodes)
+    work = model_work(walk, traced, tokens, batch_dim=dim)
     samples = workload.batch_size or (1 if inputs is None else sizes_of(calls[0], workload, dim)[0])
     asked = replace(workload, batch_size=samples, sequence_length=tokens if tokens > 1 else None)
     return Traced(

@@ -131,7 +131,8 @@ def test_a_file_that_raises_shows_its_own_traceback(tmp_path):
 def test_faults_of_the_file(tmp_path, text, name, says):
     with pytest.raises((SpecError, UserCodeError), match=says) as caught:
         load(tmp_path, text, name)
-    assert "model.py" in str(caught.value) and len(str(caught.value).splitlines()) <= 16
+    lines = [line for line in str(caught.value).splitlines() if line.strip(" ~^")]  # Python 3.13 marks more places
+    assert "model.py" in str(caught.value) and len(lines) <= 12
 
 
 @pytest.mark.parametrize(
