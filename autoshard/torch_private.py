@@ -24,14 +24,12 @@ NEEDED: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "_make_wrapper_subclass", "torch's documents name it: a tensor of a class of ours, without memory"),
     (torch.Tensor, "_version", "what is copied to another device must be told from what was written to since"),
     (torch.Tensor, "_base", "a view of a parameter tells nothing of where the inputs are"),
-    (torch.Tensor, "_use_count", "memory that a backward graph still reads must not be exchanged"),
     (torch._C, "_SetExcludeDispatchKeyGuard", "composite ops must be seen whole, and views without what they are of"),
     (torch._C, "_swap_tensor_impl", "`torch.utils.swap_tensors` refuses tensors that someone refers to weakly"),
     (torch._C, "_current_autograd_node", "an op of a backward belongs to the node that runs it"),
     (torch.ones((), requires_grad=True).exp().grad_fn, "_sequence_nr", "and the node to an op of the forward"),
     (getattr(torch._C, "_autograd", None), "_get_sequence_nr", "by the numbers that nodes had got by then"),
     (torch.autograd.Variable, "_execution_engine", "ranks average some gradients when a backward is over"),
-    (torch.nn.parallel.DistributedDataParallel, "_get_active_ddp_module", "it takes parts of a matrix for its copies"),
     (
         torch.utils._python_dispatch,
         "_disable_current_modes",
@@ -140,6 +138,7 @@ def _hooks_of_tensors(method: str) -> str:
 
 _ON_GRADIENT = _hooks_of_tensors("register_hook")
 _ON_ACCUMULATED = _hooks_of_tensors("register_post_accumulate_grad_hook")
+_HELD = "autoshard_held"
 _UNSAVED = _table(set, "register_buffer", "buffer", None, False)
 
 
@@ -167,11 +166,6 @@ def hook_numbers(module: torch.nn.Module, except_of: str) -> tuple[int, ...]:
 def _package(hook: Any) -> str:
     """The package of a hook's class; "builtins" of a function."""
     return type(hook).__module__.partition(".")[0]
-
-
-def runs_in_ddp() -> bool:
-    """Whether this is a part of a forward of `DistributedDataParallel`."""
-    return torch.nn.parallel.DistributedDataParallel._get_active_ddp_module() is not None
 
 
 def default_store() -> Any:
@@ -245,11 +239,10 @@ def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
     """
     torch.clear_autocast_cache()  # it refers weakly to parameters, which torch does not swap then
     for tensor in (left, right):
-        if _use_count(tensor) > 1:
+        if is_held(tensor):
             if not tensor.is_leaf:
                 raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
-            if tensor.requires_grad:
-                torch.autograd.graph.get_gradient_edge(tensor).node.register_prehook(_refuse_backward)
+            _accumulation(tensor).register_prehook(_refuse_backward)
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     torch._C._swap_tensor_impl(left, right)
@@ -266,8 +259,29 @@ def _run_hooks_again(tensor: torch.Tensor) -> None:
 
 
 def is_held(tensor: torch.Tensor) -> bool:
-    """Whether something besides the Python object refers to a tensor: a backward graph, mostly."""
-    return _use_count(tensor) > 1
+    """Whether a backward graph refers to a tensor.
+
+    Of a leaf a graph has the node that fills `.grad`, which else is made anew each time it is asked for. What has a
+    history torch exchanges if nobody refers to it; it refuses what is referred to weakly, which counts as held then.
+    """
+    if not tensor.requires_grad or tensor.is_inference():
+        return False
+    if tensor.is_leaf:
+        _accumulation(tensor).metadata[_HELD] = True
+        return _HELD in _accumulation(tensor).metadata
+    other = torch.empty(0)
+    try:
+        for _ in range(2):
+            torch.utils.swap_tensors(tensor, other)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _accumulation(leaf: torch.Tensor) -> Any:
+    """The node that fills `.grad` of a leaf."""
+    with no_modes(), torch.inference_mode(False):
+        return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:
@@ -285,10 +299,6 @@ def drop_gradient_hooks(tensor: torch.Tensor, kind: type) -> None:
     hooks = getattr(tensor, _ON_GRADIENT) or {}
     for key in [key for key, hook in hooks.items() if isinstance(hook, kind)]:
         del hooks[key]
-
-
-def _use_count(tensor: Any) -> int:
-    return tensor._use_count()
 
 
 def _refuse_backward(grad_outputs: Any) -> None:
@@ -385,7 +395,6 @@ def fully_shard(module: torch.nn.Module, **options: Any) -> Any:
 def undo_fully_shard(model: torch.nn.Module) -> None:
     """Take off the modules of a model what `fully_shard` put on them: classes, hooks and states; not its parameters."""
     from torch.distributed import fsdp
-    from torch.distributed._composable_state import _module_state_mapping
 
     for module in model.modules():
         if isinstance(module, fsdp.FSDPModule):
@@ -393,7 +402,10 @@ def undo_fully_shard(model: torch.nn.Module) -> None:
             for handle in vars(state).values():
                 if isinstance(handle, RemovableHandle):
                     handle.remove()
-            _module_state_mapping.pop(module)
+            for kind in type(state).__mro__:  # beside one of them torch has a table of all modules with a state
+                for table in vars(sys.modules[kind.__module__]).values():
+                    if isinstance(table, weakref.WeakKeyDictionary):
+                        table.pop(module, None)
             module.__class__ = type(module).__mro__[2]
         for table in (getattr(module, name) for name in _STATE_DICT):
             for number, hook in list(table.items()):

@@ -118,7 +118,7 @@ def test_private_names_are_in_one_file():
     outside = {path: {name for _, name in found} for path, found in used.items() if found}
     assert outside == {"capture/run.py": {"_apply"}}  # conversions are followed
     listed = {name for _, name, _ in torch_private.NEEDED} | {"_python_dispatch", "_subclasses"}
-    assert inside == listed | {"_composable_state", "_module_state_mapping"}  # where FSDP keeps its states
+    assert inside == listed
 
 
 def test_a_torch_without_a_private_name_is_refused(monkeypatch):

@@ -6,6 +6,7 @@ remove_cuts:  actions off, old integers back     ◀──  put the tensors toge
 `ranks` is `ProcessRanks.of(group)`, one process per device, or `LocalRanks.of(devices)`, all of them in this process.
 """
 
+import traceback
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -330,7 +331,8 @@ class Arrive:
 
 def _refuse_wrapped(module: nn.Module, record: CutRecord) -> None:
     """Raise `ApplyError` where torch takes the parts that ranks have for copies: it gives all the first one's."""
-    wrapped = "DistributedDataParallel" if torch_private.runs_in_ddp() else ""
+    ddp = nn.parallel.DistributedDataParallel.forward.__code__
+    wrapped = "DistributedDataParallel" if any(frame.f_code is ddp for frame, _ in traceback.walk_stack(None)) else ""
     if not record.gathered and torch_private.is_fully_sharded(module):
         wrapped = "fully_shard"
     if wrapped:
