@@ -27,8 +27,6 @@ NEEDED: tuple[tuple[Any, str, str], ...] = (
     (torch._C, "_SetExcludeDispatchKeyGuard", "composite ops must be seen whole, and views without what they are of"),
     (torch._C, "_swap_tensor_impl", "`torch.utils.swap_tensors` refuses tensors that someone refers to weakly"),
     (torch._C, "_current_autograd_node", "an op of a backward belongs to the node that runs it"),
-    (torch.ones((), requires_grad=True).exp().grad_fn, "_sequence_nr", "and the node to an op of the forward"),
-    (getattr(torch._C, "_autograd", None), "_get_sequence_nr", "by the numbers that nodes had got by then"),
     (torch.autograd.Variable, "_execution_engine", "ranks average some gradients when a backward is over"),
     (
         torch.utils._python_dispatch,
@@ -91,16 +89,6 @@ def version_of(tensor: torch.Tensor) -> int:
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The tensor of which this is a view, None if it is none."""
     return tensor._base
-
-
-def sequence_number() -> int:
-    """The number the next autograd node made in this thread will get; forward and backward are matched by it."""
-    return torch._C._autograd._get_sequence_nr()
-
-
-def node_sequence(node: Any) -> int:
-    """The number an autograd node got when the forward op made it (2**64 - 1 for the nodes that fill `.grad`)."""
-    return node._sequence_nr()
 
 
 def after_backward(call: Callable[[], None]) -> None:

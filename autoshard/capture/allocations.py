@@ -116,6 +116,9 @@ class AllocationLog:
     def storage_of_value(self, value: int) -> int:
         return self._values[value][0]
 
+    def op_of_value(self, value: int) -> int:
+        return self._values[value][1]
+
     def kind_of(self, storage: int) -> StorageKind:
         return self._storages[storage][1]
 
@@ -139,6 +142,11 @@ class AllocationLog:
     def save(self, value: int, op: int) -> int:
         self._saves.append([value, op, -1])
         return len(self._saves) - 1
+
+    def read_by(self, save: int, op: int | None) -> None:
+        """The node made for this op reads what was saved. Inputs are saved before their op runs, outputs after."""
+        if self._saves[save][1] - 1 == op:
+            self._saves[save][1] = op
 
     def release(self, save: int) -> None:
         if not self._closed:

@@ -41,6 +41,7 @@ def saved_tensor_hooks(recorder: Recorder) -> torch.autograd.graph.saved_tensors
 
     def unpack(kept: _Kept) -> torch.Tensor:
         recorder.unpacked = id(kept.alias)
+        log.read_by(kept.save, recorder.op_of_node())
         return kept.alias
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

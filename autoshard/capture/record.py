@@ -21,7 +21,7 @@ from autoshard.capture.decode import state_tensors
 from autoshard.capture.fake import VALUE_ERRORS, ValueEngine
 from autoshard.capture.flops import formulas
 from autoshard.capture.graph import FOUND, UNKNOWN, Function, Op
-from autoshard.capture.sequences import Sequences
+from autoshard.capture.nodes import Nodes
 from autoshard.capture.traits import Traits, swap_tensors, tensors_of, traits_of, written_by
 from autoshard.capture.user_code import calling_code
 from autoshard.common.packed import is_packed, is_packed_type, named_stored, stored_tensors
@@ -32,7 +32,6 @@ from autoshard.torch_private import (
     autograd_node,
     is_composite,
     no_modes,
-    node_sequence,
     overrides_are_off,
     run_composite,
     untransformed,
@@ -82,7 +81,7 @@ class Recorder(DispatchMode):
         self.elsewhere: list[str] = []
         self._lifted: list[tuple[weakref.ref[torch.Tensor], int]] = []  # constants, and their values
         self._overwritten: set[int] = set()  # storages of constants that were written
-        self._sequences = Sequences()
+        self._nodes = Nodes()
         self._last_reader: dict[int, int] = {}  # parameter value -> forward op that read it last
         self._last_forward = -1
         self._parameters = 0
@@ -235,10 +234,7 @@ class Recorder(DispatchMode):
         if self.composite and overrides_are_off():
             self.added_ops.add(index)
         call, forward = self._attribute(index, values)
-        if torch.is_grad_enabled() or self.backward:
-            for tensor, value in zip(inputs, values, strict=True):
-                if tensor.requires_grad:
-                    log.mark_differentiable(value)
+        self._note_history(inputs, values)
         lookup = {id(tensor): log.nodes[value] for tensor, value in zip(inputs, values, strict=True)}
 
         def node_of(tensor: torch.Tensor) -> torch.fx.Node | None:
@@ -252,6 +248,8 @@ class Recorder(DispatchMode):
             object.__setattr__(node, "kwargs", {name: swap_tensors(value, node_of) for name, value in kwargs.items()})
         written = written_by(traits, args, kwargs) if traits.writes or traits.unmarked else ()
         mutates = tuple([self.value_of(tensor) for tensor in written])
+        for value in mutates:
+            self._nodes.written(log.storage_of_value(value), index)
         outputs = []
         for position, result in enumerate(out if isinstance(out, (list, tuple)) else (out,)):
             if not isinstance(result, torch.Tensor):
@@ -286,26 +284,39 @@ class Recorder(DispatchMode):
     def _attribute(self, index: int, values: list[int]) -> tuple[int, int]:
         """(call, forward op) of the op about to be recorded. An active module during backward is a recompute."""
         if not self.backward or self.calls.running:
-            self._sequences.note(index)
             for value in values:
                 if value < self._parameters:
                     self._last_reader[value] = index
             return self.calls.current, -1
-        node = autograd_node()
-        forward = self._last_forward
-        if node is not None:
-            number = node_sequence(node)
-            if self._sequences.numbered(number):
-                after = type(node).__name__ == "CopySlices"  # a write into a view; all others are made before their op
-                forward = self._sequences.op_of(number, after, forward)
-            else:
-                variable = getattr(node, "variable", None)
-                known = self.log.find(variable) if variable is not None else None
-                forward = self._last_reader.get(known, forward) if known is not None else forward
+        forward = self.op_of_node()
+        if forward is None:
+            variable = getattr(autograd_node(), "variable", None)
+            known = self.log.find(variable) if variable is not None else None
+            forward = self._last_forward if known is None else self._last_reader.get(known, self._last_forward)
         if forward < 0:
             return self.calls.root, -1
         self._last_forward = forward
         return self.log.ops[forward].call, forward
+
+    def _note_history(self, inputs: list[torch.Tensor], values: list[int]) -> None:
+        """Note which of the tensors that an op reads are differentiable, and for which ops their nodes were made."""
+        enabled = torch.is_grad_enabled() or self.backward
+        for tensor, value in zip(inputs, values, strict=True):
+            if tensor.requires_grad:
+                self.note_node(tensor, value)
+                if enabled:
+                    self.log.mark_differentiable(value)
+
+    def note_node(self, tensor: torch.Tensor, value: int) -> None:
+        """Note for which op the node of a tensor was made, also for those that are run again in a backward."""
+        op = self._nodes.last_op(self.log.storage_of_value(value), self.log.op_of_value(value))
+        if op >= 0 and self.log.ops[op].forward < 0 and tensor.grad_fn is not None:
+            self._nodes.note(tensor.grad_fn, op)
+
+    def op_of_node(self) -> int | None:
+        """The op for which the node was made that runs now; None outside of a backward, and where that is not known."""
+        node = autograd_node()
+        return None if node is None else self._nodes.op_of(node)
 
     def alive_after(self, gradients: Iterable[int]) -> tuple[int, ...]:
         """Values made by ops that are still there: outputs, what modules keep, but not the parameters' gradients."""
@@ -340,7 +351,7 @@ class Recorder(DispatchMode):
                 self.functions.append(Function(begin=begin, end=self.log.now, inputs=inputs))
 
     def saved(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """(value, op that saves it) of what autograd hands to a pack hook.
+        """(value, op that comes next) of what autograd hands to a pack hook.
 
         It hands over the tensor or a detached alias of it; such a `detach` is no op of the model's and is taken back.
         """
@@ -351,8 +362,7 @@ class Recorder(DispatchMode):
             log.drop_last_op(tensor)
             value = last.inputs[0]
             log.alias(tensor, value)
-        # Inputs are saved before their op runs, when its node is already numbered; outputs after.
-        return value, log.now if self._sequences.is_ahead(log.now) else log.now - 1
+        return value, log.now
 
     # ---- module calls
 

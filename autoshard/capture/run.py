@@ -161,6 +161,7 @@ def _run_model(
         loss = training_loss(output, type(model).__name__)
         phases = [("forward", 0, log.now)]  # the loss belongs to it
         torch.clear_autocast_cache()  # as where autocast ends, which it does before a backward
+        recorder.note_node(loss, recorder.value_of(loss))
         recorder.backward = True
         torch.autograd.backward(loss)
         phases.append(("backward", phases[0][2], log.now))

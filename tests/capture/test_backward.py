@@ -86,3 +86,44 @@ def test_nothing_to_train():
     model = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(CaptureError, match="can't be trained"):
         capture(model, torch.randn(3, 4), workload=TRAINING)
+
+
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, scale):
+        ctx.save_for_backward(scale)
+        return x.tan() * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.sinh() * ctx.saved_tensors[0], None
+
+
+class Places(nn.Module):
+    """Results and inputs that are saved, ops in place, on views too, and what autograd doesn't see one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.scale = nn.Embedding(5, 4), nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, ids):
+        x = checkpoint(torch.cos, self.table(ids), use_reentrant=True)
+        y = x.exp() * x
+        y = y.clone().div_(x.sigmoid())
+        y[1:].tanh_()
+        return Scaled.apply(y, self.scale).logsumexp(0)
+
+
+def test_each_op_of_a_backward_belongs_to_the_op_whose_gradient_it_computes():
+    graph = check_training(Places(), torch.tensor([0, 3, 1]))
+    found = {(op.target, graph.ops[op.forward].target) for op in graph.ops if op.backward and op.forward >= 0}
+    assert {
+        (aten.embedding_dense_backward.default, aten.embedding.default), (aten.div.Tensor, aten.div_.Tensor),
+        (aten.tanh_backward.default, aten.tanh_.default), (aten.sigmoid_backward.default, aten.sigmoid.default),
+        (aten.sinh.default, aten.mul.Tensor),
+    } <= found  # fmt: skip
+    saved = [(graph.values[save.value].op, save.op) for save in graph.saves]
+    saved = [(graph.ops[made].target, graph.ops[op].target) for made, op in saved if 0 <= made < graph.backward_begin]
+    exp, mul, logsumexp = aten.exp.default, aten.mul.Tensor, aten.logsumexp.default
+    assert (exp, exp) in saved and (exp, mul) in saved  # what one saves as its result, the other saves as an input
+    assert (logsumexp, logsumexp) in saved and (aten.sigmoid.default, aten.sigmoid.default) in saved
