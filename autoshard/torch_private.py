@@ -23,7 +23,6 @@ from torch.utils.hooks import RemovableHandle
 NEEDED: tuple[tuple[Any, str, str], ...] = (
     (torch.Tensor, "_make_wrapper_subclass", "torch's documents name it: a tensor of a class of ours, without memory"),
     (torch.Tensor, "_version", "what is copied to another device must be told from what was written to since"),
-    (torch.Tensor, "_base", "a view of a parameter tells nothing of where the inputs are"),
     (torch._C, "_SetExcludeDispatchKeyGuard", "composite ops must be seen whole, and views without what they are of"),
     (torch._C, "_swap_tensor_impl", "`torch.utils.swap_tensors` refuses tensors that someone refers to weakly"),
     (torch._C, "_current_autograd_node", "an op of a backward belongs to the node that runs it"),
@@ -84,11 +83,6 @@ def untransformed(tensor: torch.Tensor) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """How many writes into a tensor's memory torch has seen. Only errors of a backward tell of it elsewhere."""
     return tensor._version
-
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor of which this is a view, None if it is none."""
-    return tensor._base
 
 
 def after_backward(call: Callable[[], None]) -> None:

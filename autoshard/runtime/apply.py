@@ -73,7 +73,7 @@ def place(model: nn.Module, plan: Plan, *, conservative: bool = False) -> nn.Mod
     check_copies([*record.placed, *originals.values()])
     if before is not None:
         before.copies.clear()
-    runtime = Runtime(record, streams)
+    runtime = Runtime(record, streams, model)
     boundaries = find_boundaries(model, runtime)
     undo = move_tensors(tensors, resting(tensors, record.devices, plan.offloaded))
     try:

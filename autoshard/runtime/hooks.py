@@ -14,6 +14,7 @@ and a deep copy of the model has hooks of its own.
 
 import contextlib
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,9 +28,9 @@ from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import flat_tensors, map_tensors, tensors_in
 from autoshard.runtime.devices import copy_tensor, current
-from autoshard.runtime.moves import share_memory
+from autoshard.runtime.moves import memory_of, share_memory
 from autoshard.runtime.state import Runtime
-from autoshard.torch_private import base_of, version_of
+from autoshard.torch_private import version_of
 
 _PLAIN = frozenset((type(None), bool, int, float, str, torch.Size, torch.dtype, torch.device))
 """Classes of arguments in which there is no tensor."""
@@ -100,7 +101,7 @@ class Hook:
             guard = replace(self.guard or CallGuard(), writes_back=True) if outermost else self.guard
             if guard is None:
                 return forward(*args, **kwargs)
-            device = _device_of_caller(values) if outermost else None
+            device = _device_of_caller(values, runtime.root()) if outermost else None
             runtime.local.calls.append(device)
             around.callback(runtime.local.calls.pop)
             if guard.writes_back and moved:
@@ -186,6 +187,7 @@ class RootHook(Hook):
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         self.runtime.check_moved()
+        self.runtime.model = weakref.ref(module)
         try:
             return self.run(forward, args, kwargs)
         except RuntimeError as error:
@@ -198,14 +200,18 @@ class RootHook(Hook):
         return True
 
 
-def _device_of_caller(values: tuple) -> torch.device | None:
+def _device_of_caller(values: tuple, model: nn.Module | None) -> torch.device | None:
     """Return where the code that made a call works: on the device of its first tensor that is no parameter.
 
-    Parameters that it passes on are where the plan put them, which says nothing about the rest.
+    Parameters of the model that it passes on, and views of them, are where the plan put them, which says nothing about
+    the rest.
     """
     tensors = [tensor for _, tensor in tensors_in(values)]
-    own = (t for t in tensors if not isinstance(t, nn.Parameter) and not isinstance(base_of(t), nn.Parameter))
-    first = next(own, tensors[0] if tensors else None)
+    others = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+    if model is not None and len({tensor.device for tensor in tensors}) > 1:  # else all are where the first one is
+        known = {memory_of(parameter) for parameter in model.parameters()}
+        others = [tensor for tensor in others if memory_of(tensor) not in known]
+    first = next(iter(others or tensors), None)
     return None if first is None else first.device
 
 

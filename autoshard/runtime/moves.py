@@ -72,16 +72,17 @@ def tied_groups(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
     """Group names whose tensors share storage; names without a partner are groups of one."""
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
-        groups.setdefault(_storage_key(tensor), []).append(name)
+        groups.setdefault(memory_of(tensor), []).append(name)
     return [tuple(names) for names in groups.values()]
 
 
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are views of one memory."""
-    return _storage_key(one) == _storage_key(other)
+    return memory_of(one) == memory_of(other)
 
 
-def _storage_key(tensor: torch.Tensor) -> object:
+def memory_of(tensor: torch.Tensor) -> object:
+    """What is equal for views of one memory."""
     tensor = stored_tensors(tensor)[0]
     if tensor.layout is not torch.strided or tensor.untyped_storage().nbytes() == 0:
         return id(tensor)

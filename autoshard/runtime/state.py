@@ -1,6 +1,7 @@
 """What the hooks of one applied model share: copies, calls in progress, and what is known of the model's tree."""
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -74,10 +75,14 @@ class Record:
 
 
 class Runtime:
-    """The shared state of one applied model's hooks; owned by the hook of its root. `handles`: of other hooks."""
+    """The shared state of one applied model's hooks; owned by the hook of its root.
 
-    def __init__(self, record: Record, streams: Streams) -> None:
+    `handles`: of other hooks. `model`: refers to the root.
+    """
+
+    def __init__(self, record: Record, streams: Streams, model: nn.Module | None = None) -> None:
         self.record, self.streams = record, streams
+        self.model = None if model is None else weakref.ref(model)
         self.handles: list[Any] = []
         self.unfused = False  # see `boundaries.leaves_fused`
         self.copies = streams.copies = Copies()
@@ -85,6 +90,10 @@ class Runtime:
 
     def __reduce__(self) -> tuple:  # a deep copy or a saved model starts without copies and calls
         return Runtime, (self.record, self.streams), {"handles": self.handles, "unfused": self.unfused}
+
+    def root(self) -> nn.Module | None:
+        """The applied model; None in a copy of it that was not called yet."""
+        return None if self.model is None else self.model()
 
     def check_moved(self) -> None:
         """Raise `ApplyError` if the model was moved behind autoshard's back."""

@@ -59,6 +59,17 @@ class Captioner(nn.Module):
         return ids
 
 
+class Mixing(nn.Module):
+    """Its part takes queries, which are parameters, and inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.queries, self.eyes = nn.Parameter(torch.randn(1, 3, D)), nn.Bilinear(D, D, D)
+
+    def forward(self, image):
+        return self.eyes(self.queries.expand(len(image), -1, -1), image)
+
+
 def inputs():
     torch.manual_seed(1)
     return torch.randn(2, 5, D), torch.randint(0, D, (2, 3))
@@ -140,3 +151,14 @@ def test_what_a_part_writes_into_its_argument_reaches_the_caller():
         x = torch.ones(D)
         model["writer"](x)
         assert torch.equal(x, torch.full((D,), 2.0))
+
+
+def test_a_view_of_a_parameter_that_is_passed_on_says_nothing_of_the_caller():
+    """Which is what tells the device here, wherever the view is: the inputs of the part are elsewhere."""
+    with autoshard.simulate("3x1MiB"), torch.no_grad():
+        model = Mixing()
+        apply_device_map(model, {"queries": "cpu:0", "eyes": "cpu:1"})
+        image = torch.randn(2, 3, D, device="cpu:2")
+        for queries in (model.queries[:, :3].expand(2, -1, -1), model.queries.expand(2, -1, -1)):
+            assert model.eyes(queries, image).device == torch.device("cpu:2")
+        assert model.eyes(model.queries.repeat(2, 1, 1), image).device == torch.device("cpu:0")
