@@ -33,7 +33,7 @@ from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import Undo, check_filled, named_tensors, revert
-from autoshard.runtime.outsiders import check_not_shared, refuse_additions, refuse_nested
+from autoshard.runtime.outsiders import check_not_shared, refuse_additions, refuse_nested, refuse_replacements
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, running
 from autoshard.runtime.results import watch_results
@@ -273,6 +273,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
                 handles.append(module.register_forward_hook(_leave, always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
         handles += refuse_additions(model, ready.record.tensors)
+        handles += refuse_replacements(model, ready.record.tensors)
         for path, module in model.named_modules():
             handles += CutState(ready.record, path).put_on(module)
     sum_gradients(model, ready.record.partial, ready.record.ranks)

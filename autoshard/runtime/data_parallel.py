@@ -57,7 +57,7 @@ class ReplicaRecord:
     Attributes:
         ranks: all processes of the plan; `replicas`: those that are given different rows.
         device: where this process computes; `originals`: name -> device it was on before.
-        replaced: parameters that were replaced by sharded ones; `handles`: undo the hooks.
+        replaced: parameters that were replaced by sharded ones, which `used` follows; `handles`: undo the hooks.
         made: groups that were made for this model.
     """
 
@@ -69,6 +69,7 @@ class ReplicaRecord:
     replaced: list[Replaced] = field(default_factory=list)
     handles: list[Any] = field(default_factory=list)
     made: Made = field(default_factory=Made)
+    used: Used | None = None
 
     def __deepcopy__(self, memo: dict) -> "ReplicaRecord":
         return self  # a copy of the model runs on the same processes
@@ -161,7 +162,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         sharing = replace(sharing, experts=experts)
     known = frozenset(name for name, _ in model.named_parameters())
     with together(record.ranks):
-        used = shard(model, record.plan, sharing, record.device, record.replaced)
+        used = record.used = shard(model, record.plan, sharing, record.device, record.replaced)
         record.handles.append(used)
         recompute_layers(model, record.plan)
         record.handles += let_gather(model, mesh.cp > 1)
@@ -216,7 +217,8 @@ def remove_replicas(model: nn.Module) -> nn.Module:
     record = replica_record(model)
     if record is None:
         raise ApplyError("nothing to remove: this model is no replica.")
-    if record.replaced:
+    if record.used is not None:
+        record.used.check_assigned()
         unshard(model, record.replaced, {} if record.plan.cuts else record.originals)
         allow_methods(model)
     take_off(model)

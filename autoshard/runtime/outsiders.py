@@ -12,10 +12,12 @@ from torch import nn
 from torch.nn.modules import module as registration
 
 from autoshard.common.collector import all_listed
-from autoshard.common.module_paths import parent
+from autoshard.common.module_paths import join, parent
 from autoshard.common.own_tensors import tables
 from autoshard.errors import ApplyError
+from autoshard.runtime.dtensors import is_sharded
 from autoshard.runtime.rank_tensor import NESTED
+from autoshard.torch_private import is_fully_sharded
 
 
 def check_not_shared(model: nn.Module, tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> None:
@@ -88,6 +90,49 @@ def refuse_additions(model: nn.Module, names: Collection[str]) -> list[Any]:
         registration.register_module_module_registration_hook(check),
         registration.register_module_parameter_registration_hook(check),
     ]
+
+
+def refuse_replacements(model: nn.Module, cut: Collection[str] = ()) -> list[Any]:
+    """Refuse new parameters, and modules that have such, in the place of others of a divided model; returns handles.
+
+    fully_shard would go on with the old ones, and nobody would average gradients of the new ones. `cut`: names of
+    parameters of which each rank has a part, and would have all. What wraps a module, or is loaded, is let through.
+    """
+    root = weakref.ref(model)
+    # to modules that assign in a way of their own fully_shard does so, too
+    usual = {one: path for path, one in model.named_modules() if type(one).__setattr__ is nn.Module.__setattr__}
+    paths = weakref.WeakKeyDictionary(usual)
+
+    def check(module: nn.Module, name: str, added: Any) -> None:
+        model, old = root(), getattr(module, name, None) if module in paths else None
+        if model is None or added is None or not isinstance(old, nn.Module | nn.Parameter):
+            return
+        gone = _parameters_of(old) - _parameters_of(added)
+        if not gone:
+            return
+        own = _parameters_of(model)
+        parts = {id(one) for key, one in model.named_parameters(remove_duplicate=False) if key in cut}
+        if isinstance(added, nn.Module):
+            lost = bool(_parameters_of(added) - own) and (is_fully_sharded(model) or not gone.isdisjoint(parts))
+        else:
+            lost = is_fully_sharded(model) and (not is_sharded(added) or id(added) in own)
+            lost = lost or (not gone.isdisjoint(parts) and added.shape != old.shape)
+        if lost:
+            raise ApplyError(
+                f"{join(paths[module], name)} can't be replaced while parameters of the model are divided: "
+                "ranks would go on with the old ones, or each with its own. Call autoshard.remove(model), replace it "
+                "then, and apply the plan again. For other values alone call model.load_state_dict(…)."
+            )
+
+    return [
+        registration.register_module_module_registration_hook(check),
+        registration.register_module_parameter_registration_hook(check),
+    ]
+
+
+def _parameters_of(value: Any) -> set[int]:
+    """The ids of a parameter, or of those of a module."""
+    return set(map(id, value.parameters() if isinstance(value, nn.Module) else [value]))
 
 
 def refuse_nested(module: nn.Module, args: tuple) -> None:

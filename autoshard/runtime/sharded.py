@@ -26,6 +26,7 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.dtensors import alike_on, is_sharded, whole_of
 from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter
 from autoshard.runtime.moves import set_data
+from autoshard.runtime.outsiders import refuse_replacements
 from autoshard.runtime.scalars import Scalars
 from autoshard.runtime.used import REPLACED, Used
 
@@ -106,6 +107,7 @@ def shard(
         *means.watch(), model.register_forward_hook(means), model.register_forward_hook(order),
         model.register_forward_pre_hook(means.check_finished, prepend=True), model.register_forward_hook(_let_go),
         *(one.register_load_state_dict_pre_hook(_take_parts) for one in model.modules()),
+        *refuse_replacements(model),
     ]  # fmt: skip
     used.follow_steps()
     return used

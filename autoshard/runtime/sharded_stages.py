@@ -52,6 +52,8 @@ def withdraw(model: nn.Module, record: PipelineRecord) -> None:
 
 def unshard_stages(model: nn.Module, record: PipelineRecord) -> None:
     """Give this rank its stages whole; all ranks call it."""
+    if record.used is not None:
+        record.used.check_assigned()
     vars(model).pop(_METHOD, None)
     if record.used is not None:
         unshard(model, record.replaced, {})

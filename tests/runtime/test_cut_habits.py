@@ -249,6 +249,11 @@ def test_what_would_be_computed_of_one_ranks_part_is_refused():
             prune.l1_unstructured(model.blocks[1].up, "weight", amount=0.5)
         with pytest.raises(ApplyError, match="parametrizations can't be added to blocks"):
             weight_norm(model.blocks[1].up)
+        for owner, name, other in (
+            (model.blocks[0].up, "weight", Net().blocks[0].up.weight), (model.blocks, "0", Block(8)),
+        ):  # fmt: skip
+            with pytest.raises(ApplyError, match=r"blocks\.0.* can't be replaced while"):
+                setattr(owner, name, other)
         weight_norm(Net().blocks[1].up)
         weight_norm(autoshard.remove(model).blocks[2].up)
 

@@ -170,6 +170,12 @@ def trained(name, plan):
     kept = sum(own_part(one).numel() for one in model.parameters() if not one.is_meta)
     losses, norms, gradients = train(model, step, autoshard.clip_grad_norm_)
     state = model.state_dict()  # with what other stages have
+    if plan.mesh.fsdp > 1:
+        assigned = next(one for one in model.parameters() if one.dim() and not one.is_meta)
+        before, assigned.data = assigned.data, assigned.data.clone()
+        with pytest.raises(ApplyError, match="was assigned to"):
+            autoshard.remove(model)
+        assigned.data = before
     autoshard.remove(model)
     values = {name: one.detach() for name, one in model.named_parameters()}
     torch.testing.assert_close(state, dict(model.state_dict()), rtol=0, atol=0)

@@ -52,8 +52,12 @@ def loops(plan):
     found["copies"] = [error_of(copy.deepcopy, model), error_of(pickle.dumps, model), error_of(model.share_memory)]
     embedding, before = model.get_parameter("embed.weight"), model.get_parameter("embed.weight").data
     embedding.data = before.clone()  # as averages of parameters are put in their place
-    found["assigned"] = [error_of(one) for one in (model.state_dict, functools.partial(model, ids, labels=ids))]
+    calls = (model.state_dict, functools.partial(model, ids, labels=ids), functools.partial(autoshard.remove, model))
+    found["assigned"] = [error_of(one) for one in calls]
     embedding.data = before
+    replaced = (model.embed, "weight", nn.Parameter(torch.zeros(embedding.shape))), (model, "head", nn.Linear(32, 48))
+    found["replaced"] = [error_of(setattr, *one) for one in replaced]
+    model.layers[2].o = nn.Sequential(model.layers[2].o)
     loss = model(ids, labels=ids)
     between = torch.optim.SGD(model.parameters(), 0.1)  # of parameters that are let go in the backward
     loss.backward()
@@ -92,6 +96,8 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         assert found["state"] and found["gradients"] < 1e-5
         assert "made between a forward and its backward" in found["between"]
         assert all("weight (Embedding) was assigned to" in said for said in found["assigned"])
+        for said, name in zip(found["replaced"], ("embed.weight", "head"), strict=True):
+            assert f"{name} can't be replaced while" in said
         assert all("a model that is divided over processes can't be" in said for said in found["copies"])
 
 
