@@ -90,6 +90,7 @@ def plan(
     precision: PrecisionName = "auto",
     dtype: WeightDtype = "auto",
     compiled: bool | None = None,
+    divided_outputs: bool = False,
 ) -> Plan:
     """Decide where every module goes; the model may be on meta and is not touched.
 
@@ -105,8 +106,10 @@ def plan(
     another machine's. `mesh`: degrees such as "fsdp=8,tp=2" or {"fsdp": 8, "tp": 2}; then only the rest is chosen.
     `micro_batch`: samples that a replica computes at once. `recompute`: "none", "selective" or "full". `precision` of
     training: "mixed", "pure", "master" or "full". `dtype` of weights: a torch dtype's name, "int8" or "int4".
-    `compiled`: the modules will be compiled; by default only where tokens are generated. Raises `SpecError`,
-    `CaptureError`, or `PlanError` if nothing fits.
+    `compiled`: the modules will be compiled; by default only where tokens are generated. `divided_outputs`: logits of
+    which ranks compute the loss in parts, in training, are given out as a `DTensor` (`.full_tensor()` on all ranks puts
+    it together): of long sequences they are most of the memory. Raises `SpecError`, `CaptureError`, or `PlanError` if
+    nothing fits.
     """
     return plan_asked(
         model, devices, inputs, workload, profile,
@@ -114,7 +117,7 @@ def plan(
         num_microbatches=num_microbatches, schedule=schedule, tp_plan=tp_plan,
         assume_independent_rows=assume_independent_rows,
         wishes={"launch": launch, "mesh": mesh, "micro_batch": micro_batch, "recompute": recompute,
-                "precision": precision, "dtype": dtype, "compiled": compiled},
+                "precision": precision, "dtype": dtype, "compiled": compiled, "divided_outputs": divided_outputs},
     )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def _saying_processes(
     cards = [device for device in cluster.devices if device.name.startswith("cuda")]
     several = len(cards) > 1 and all(card.kind == "generic" for card in cards)
     free = settings["strategy"] == "auto" and settings["objective"] == "latency" and not settings["pins"]
-    open_wishes = all(wish in (None, "auto") for wish in wishes.values())
+    open_wishes = all(wish in (None, "auto", False) for wish in wishes.values())
     if not (several and free and open_wishes) or made.plan.workload.assumed:
         return made
     try:

@@ -51,6 +51,9 @@ _MESH = "Of processes, as in fsdp=8,tp=2; of dp, fsdp, tp, pp, cp and ep, those 
 _RECOMPUTE = "Of processes that train: none, selective or full. Default: the least that fits."
 _PRECISION = "Of processes that train: mixed (float32 kept, bfloat16 computed), pure (all 16 bits), master or full."
 _DTYPES = "Of weights: auto is the model's; bfloat16, float32, int8 or int4"
+_DIVIDED = (
+    "Of processes that train: logits stay divided over ranks (DTensor) where the model computes its loss of parts."
+)
 _COMPILE = "Price compiled modules (torch.compile), or eager ones. Default: compiled where tokens are generated."
 _LIMIT = "Use at most so much, as in cuda:0=20GiB. Repeatable."
 _MICRO_BATCHES = "Parts of the batch in a pipeline. Default: chosen."
@@ -154,12 +157,17 @@ class RecipeOptions:
     precision: str = _option("auto", "--precision", metavar="NAME", help=_PRECISION)
     dtype: str = _option("auto", "--dtype", metavar="NAME", help=_DTYPES)
     compiled: bool | None = _option(None, "--compile/--eager", help=_COMPILE)
+    divided_outputs: bool = _option(False, "--divided-outputs", help=_DIVIDED)
 
     def wishes(self, *, train: bool) -> dict[str, Any]:
         """What options say, as `chosen_for` takes it. Raises `SpecError` for those of training where nothing trains."""
-        if not train and (self.recompute is not None or self.precision != "auto"):
-            given = "--precision" if self.recompute is None else "--recompute"
-            raise SpecError(f"{given} is read with --train only. Add --train, or leave it out; --dtype is of weights.")
+        given = {
+            "--recompute": self.recompute is not None, "--precision": self.precision != "auto",
+            "--divided-outputs": self.divided_outputs,
+        }  # fmt: skip
+        if not train and any(given.values()):
+            first = next(name for name, is_given in given.items() if is_given)
+            raise SpecError(f"{first} is read with --train only. Add --train, or leave it out; --dtype is of weights.")
         return asdict(self)
 
 

@@ -159,6 +159,17 @@ def divides_loss(block: Block, recipe: Recipe) -> bool:
     return recipe.cp > 1 and block.divides_loss and recipe.micro_batch == 1 and recipe.op_by_op
 
 
+def cuts_loss(block: Block, recipe: Recipe) -> bool:
+    """Whether `apply` leaves the logits of tensor parallelism in parts until their loss is known."""
+    return recipe.cuts_losses and block.cuts_loss
+
+
+def gathers_logits(block: Block, recipe: Recipe) -> bool:
+    """Whether logits that `apply` leaves in parts until their loss is known are put together then."""
+    in_parts = divides_loss(block, recipe) or cuts_loss(block, recipe)
+    return in_parts and not recipe.loss_parallel and not recipe.divided_outputs
+
+
 def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of activations that one layer keeps for its backward."""
     share = share_of(block, share, recipe)
@@ -254,17 +265,14 @@ def _unsharded(stage: Stage, recipe: Recipe) -> tuple[float, float, float]:
 def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     """Bytes of the logits where a loss is made: they, what the loss keeps of them, and their gradients.
 
-    What `apply` divides is put together behind the loss, since the model gives it out.
+    What `apply` divides is put together behind the loss, since the model gives it out, but for `divided_outputs`.
     """
-    rows = share_of(block, share, recipe).rows
-    if not recipe.loss_parallel and divides_loss(block, recipe):
-        parts = sums_of(block).logits * rows
-        return parts * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack]) + parts * share.cp * recipe.precision.compute
-    cut = recipe.cuts_losses and block.cuts_loss and not recipe.loss_parallel
-    logits = sums_of(block).logits * rows
-    part = logits / (recipe.tp if recipe.loss_parallel or cut else 1)
-    whole = logits * recipe.precision.compute if cut else 0.0
-    return part * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack]) + whole
+    logits = sums_of(block).logits * share_of(block, share, recipe).rows
+    over_tokens = divides_loss(block, recipe)
+    over_classes = not over_tokens and cuts_loss(block, recipe)
+    part = logits / (recipe.tp if recipe.loss_parallel or over_classes else 1)
+    whole = logits * (share.cp if over_tokens else 1) if gathers_logits(block, recipe) else 0.0
+    return part * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack]) + whole * recipe.precision.compute
 
 
 def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:

@@ -13,7 +13,9 @@ from autoshard.engine.memory import (
     Memory,
     RecipeEstimate,
     Stage,
+    cuts_loss,
     divides_loss,
+    gathers_logits,
     live_elements,
     local_elements,
     share_of,
@@ -307,7 +309,8 @@ def tensor_seconds(setting: Setting, block: Block) -> float:
     if block.reduces:
         nbytes = block.reduced_elements / block.reduces * itemsize
         seconds += block.reduces * setting.network.all_reduce(group, nbytes)
-    if block.gathered_elements and not (block.path == "last" and recipe.loss_parallel):
+    in_parts = recipe.loss_parallel or (recipe.divided_outputs and cuts_loss(block, recipe))
+    if block.gathered_elements and not (block.path == "last" and in_parts):
         seconds += setting.network.all_gather(group, block.gathered_elements * itemsize)
     return seconds
 
@@ -316,7 +319,7 @@ def context_seconds(setting: Setting, block: Block) -> float:
     """Keys and values of the other ranks of context parallelism, in one forward of one layer; or their logits."""
     recipe, share = setting.recipe, setting.share
     kept = cache_elements(block)
-    if divides_loss(block, recipe) and not recipe.loss_parallel:
+    if divides_loss(block, recipe) and gathers_logits(block, recipe):
         kept += sums_of(block).logits
     if recipe.cp < 2 or not kept:
         return 0.0

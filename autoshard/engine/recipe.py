@@ -27,6 +27,7 @@ class Recipe:
         reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
         stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
         loss_parallel: ranks that share matrices or sequences keep their parts of the logits; else each has the whole.
+        divided_outputs: what `apply` computes losses of in parts stays in parts, also where the model gives it out.
         logit_bytes: of all copies of one logit around the loss; 0 for what the stack makes of a loss in float32.
         accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
             so it does in a pipeline, where parameters are gathered once per step, too.
@@ -48,6 +49,7 @@ class Recipe:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     loss_parallel: bool = True
+    divided_outputs: bool = False
     logit_bytes: int = 0
     accumulate_unsharded: bool = False
     regathers: bool = False

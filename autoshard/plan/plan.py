@@ -24,9 +24,10 @@ from autoshard.plan.tp_plan import write_tp_plan
 from autoshard.plan.workload import Workload
 
 WRITTEN_IF_USED = frozenset({"cuts", "whole", "results", "offloaded", "mesh", "batch", "stages", "layers", "target",
-                             "kept_layers", "sequence_parallel"})  # fmt: skip
+                             "kept_layers", "sequence_parallel", "divided_outputs"})  # fmt: skip
 """Fields that most plans do not use, and leave out."""
-PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled", "sequence_parallel")
+PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled", "sequence_parallel",
+                  "divided_outputs")  # fmt: skip
 """Fields that only plans for processes have."""
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable by which `autoshard run --plan` tells a script its plan."""
@@ -71,6 +72,7 @@ class Plan:
         micro_batch: samples that a replica computes at once, 0 where nobody chose.
         recompute: "none", "selective" (the output of attention and every second product are kept) or "full".
         sequence_parallel: ranks that share matrices divide the tokens between them in training, where that is sound.
+        divided_outputs: logits of which ranks compute the loss in parts, in training, are given out as a `DTensor`.
         kept_layers: the last layers, so many, keep all of their activations nevertheless.
         precision: of training, a key of `engine.precision.PRECISIONS`; else the dtype of weights; "" as the model is.
         compiled: the modules are to be compiled.
@@ -103,6 +105,7 @@ class Plan:
     recompute: str = "none"
     kept_layers: int = 0
     sequence_parallel: bool = True
+    divided_outputs: bool = False
     precision: str = ""
     compiled: bool = False
 

@@ -11,7 +11,7 @@ from autoshard.errors import PlanError, SpecError
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.mesh import Mesh, PlanDevice
 from autoshard.plan.placement import check_placements
-from autoshard.plan.sharding import Cut, is_axis
+from autoshard.plan.sharding import LOSSES, Cut, is_axis
 from autoshard.plan.workload import Workload
 
 PLAN_VERSION = 3
@@ -165,7 +165,7 @@ def _check_stages(plan: Any) -> None:
 
 
 _OF_NO_TENSOR = (
-    "divide", "scatter", "whole", "collect", "join", "context", "spread_tokens", "loss", "dispatch",
+    "divide", "scatter", "whole", "collect", "join", "context", "spread_tokens", *LOSSES, "dispatch",
 )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "copy_to", "slice", "gather", "lookup", "dropout", "copy_from", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss", "spread_tokens"
+    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss", "loss_in_parts", "spread_tokens"
 ]  # fmt: skip
 
 LONGEST_DIMENSION = 2**27
@@ -26,6 +26,8 @@ LONGEST_DIMENSION = 2**27
 MOST_BRACKETS = 100
 DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
 """Functions that multiply by a random mask of the shape of their first argument, where a `dropout` action may be."""
+LOSSES = ("loss", "loss_in_parts")
+"""Kinds of actions at losses of which each rank computes a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +75,7 @@ class Action:
                                 result is a DTensor, divided along dimension `dim`, an `axis`. Else gather
     loss      the call          cross entropy of spread logits, of which each rank has some classes or tokens, an
                                 `axis`; what the module gives of them is put together
+    loss_in_parts  the call     as loss, but what the module gives of them stays a DTensor
     spread_tokens  result       as join; but while a loss is awaited, and of one sample, as spread
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
                                 At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import Cut, Shard, Whole
+from autoshard.plan.sharding import LOSSES, Cut, Shard, Whole
 
 COLUMNS = frozenset({"colwise", "colwise_rep", "colwise_gather_output", "packed_colwise"})
 ROWS = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise"})
@@ -81,7 +81,7 @@ def write_tp_plan(cuts: Sequence[Cut], left_whole: Sequence[Whole]) -> dict[str,
 
 def _styles(cut: Cut) -> dict[str, str]:
     """Module path within the block -> style, of one cut. Logits that its loss reads in parts are gathered there."""
-    said = (action for action in cut.actions if action.kind != "loss")
+    said = (action for action in cut.actions if action.kind not in LOSSES)
     cut = replace(cut, actions=tuple(replace(one, kind="gather") if one.kind == "spread" else one for one in said))
     if len(set(cut.shares)) > 1:
         raise _unsayable(cut, f"its shares differ ({', '.join(map(str, cut.shares))}), and a tp_plan cuts evenly")

@@ -19,7 +19,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import DROPOUTS, Action
+from autoshard.plan.sharding import DROPOUTS, LOSSES, Action
 from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Listed, begin_watch, end_watch
 from autoshard.runtime.lengths import Lengths
@@ -28,7 +28,9 @@ from autoshard.runtime.steps import ALONG, Step
 
 ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
-_SIZED = ("slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", "loss", "spread_tokens")
+_SIZED = (
+    "slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", *LOSSES, "spread_tokens",
+)  # fmt: skip
 """Kinds of actions that say an axis, besides those along tokens."""
 _SINGLE = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
@@ -131,7 +133,7 @@ def check(action: Action, where: str) -> None:
     problem = ""
     if action.kind in (*_SIZED, *ALONG) and not action.axis:
         problem = "says no axis"
-    elif action.kind in ("lookup", "dropout", "length", "loss") and not action.function:
+    elif action.kind in ("lookup", "dropout", "length", *LOSSES) and not action.function:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"

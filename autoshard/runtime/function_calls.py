@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from autoshard.common.source_lines import calling_line
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
+from autoshard.plan.sharding import LOSSES
 from autoshard.runtime.collectives import Ranks
 from autoshard.runtime.left_behind import attributes
 from autoshard.runtime.lengths import Lengths
@@ -29,7 +30,7 @@ class Watch(TorchFunctionMode):
         first = next(iter(listed.values()))[1][0]
         self.ranks = first.ranks if isinstance(first, Step) else first.steps[0].ranks
         steps = [step for _, one in listed.values() for step in one if isinstance(step, Step)]
-        self.has_loss = any(step.action.kind == "loss" for step in steps)
+        self.has_loss = any(step.action.kind in LOSSES for step in steps)
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -12,6 +12,7 @@ from torch import nn
 from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
+from autoshard.plan.sharding import Action
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute, recomputed_layers
 from autoshard.runtime.sharded import stored_dtype
@@ -40,6 +41,15 @@ def with_cuts(plan: Plan, found: Plan) -> Plan:
         )
     placements = {"": plan.devices[0].name} if plan.mesh.pp == 1 else plan.placements
     return replace(plan, cuts=found.cuts, whole=found.whole, results=found.results, placements=placements)
+
+
+def with_divided_outputs(plan: Plan) -> Plan:
+    """The plan with logits left in parts behind their loss, too."""
+
+    def in_parts(action: Action) -> Action:
+        return replace(action, kind="loss_in_parts") if action.kind == "loss" else action
+
+    return replace(plan, cuts=tuple(replace(cut, actions=tuple(map(in_parts, cut.actions))) for cut in plan.cuts))
 
 
 def is_staged_here(plan: Plan) -> bool:

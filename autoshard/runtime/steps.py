@@ -11,7 +11,7 @@ from torch.nn.attention.bias import causal_lower_right
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
-from autoshard.plan.sharding import Action, LocalLength
+from autoshard.plan.sharding import LOSSES, Action, LocalLength
 from autoshard.runtime import cut_loss
 from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, copy_from_region, copy_to_region, reduce, tracked
 from autoshard.torch_private import version_of
@@ -257,7 +257,7 @@ class Step:
             return self._lookup(call, args, kwargs)
         if self.action.kind == "dropout":
             return self._dropout(call, args, kwargs)
-        if self.action.kind == "loss":
+        if self.action.kind in LOSSES:
             assert self.axis is not None
             return cut_loss.cross_entropy(call, self.axis, args, kwargs)
         if self.action.kind == "context":

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from autoshard.search.choose import Chosen
 
 
-OF_PROCESSES = ("launch", "mesh", "micro_batch", "recompute", "precision", "dtype", "compiled")
+OF_PROCESSES = ("launch", "mesh", "micro_batch", "recompute", "precision", "dtype", "compiled", "divided_outputs")
 """What may be said of a plan that only plans for processes have."""
 
 
@@ -197,7 +197,7 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
             divides_tokens=plan.workload.training and plan.sequence_parallel and plan.mesh.pp == 1,
         )  # fmt: skip
         plan = launched.with_cuts(plan, found)
-    return plan
+    return launched.with_divided_outputs(plan) if plan.divided_outputs else plan
 
 
 def in_size(model: nn.Module, inputs: Any, workload: Workload | None) -> Any:

@@ -70,7 +70,7 @@ def step_recipes(
         for schedule, per_rank in _schedules(mesh.pp, count, limits.layers, given):
             recipe = on_mesh(
                 mesh, micro_batch=micro, num_microbatches=count, schedule=schedule, stages_per_rank=per_rank,
-                precision=precision, stack=stack,
+                precision=precision, stack=stack, divided_outputs=given.divided_outputs,
             )  # fmt: skip
             modes = [given.recompute] if given.recompute else get_args(Recompute)
             yield [replace(recipe, recompute=cast(Any, mode)) for mode in modes]

@@ -53,6 +53,7 @@ class Asked:
         mesh: degrees by name; also given as a text such as "fsdp=8,tp=2", or None.
         precision: of training, by name; dtype: of weights, "auto" for the model's own; compiled: whether modules are
             compiled, None: for answers, where the host would be too slow.
+        divided_outputs: logits of which ranks compute the loss in parts are given out as they are.
         reserve: part of the memory of a device that is kept free.
         one_process_alone: what was asked for that only plans of one process have, such as pins; "" for nothing.
         why_undivided: what stands against dividing the batch, "" for nothing.
@@ -70,6 +71,7 @@ class Asked:
     precision: str = "auto"
     dtype: str = "auto"
     compiled: bool | None = None
+    divided_outputs: bool = False
     reserve: float = RESERVED
     assume_independent_rows: bool = False
     one_process_alone: str = ""
@@ -94,7 +96,7 @@ class Asked:
     @property
     def of_processes(self) -> bool:
         """Whether something was said that only plans for processes have."""
-        given = bool(self.mesh), self.micro_batch is not None, self.recompute is not None
+        given = bool(self.mesh), self.micro_batch is not None, self.recompute is not None, self.divided_outputs
         return any(given) or self.precision != "auto" or self.dtype != "auto"
 
     @property

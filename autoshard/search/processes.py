@@ -160,6 +160,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         kept_layers=recipe.kept_layers,
         precision=name,
         compiled=is_compiled(asked, traced.workload),
+        divided_outputs=recipe.divided_outputs,
     )
 
 
@@ -274,7 +275,10 @@ def as_launched(plan: Plan, graph: ModelGraph) -> Plan:
 def asked_of(plan: Plan) -> Asked:
     """What was asked for a plan, as far as it says; its mesh may have been given or found."""
     precision, dtype = (plan.precision, "auto") if plan.workload.training else ("auto", plan.precision)
-    return Asked(objective=cast(Objective, plan.objective), precision=precision, dtype=dtype, compiled=plan.compiled)
+    return Asked(
+        objective=cast(Objective, plan.objective), precision=precision, dtype=dtype, compiled=plan.compiled,
+        divided_outputs=plan.divided_outputs,
+    )  # fmt: skip
 
 
 def recipe_of(plan: Plan) -> Recipe:
@@ -298,4 +302,5 @@ def recipe_of(plan: Plan) -> Recipe:
         balanced_stages=plan.mesh.pp > 1 and layers > 0 and own != even,
         stack=cast(Stack, "compiled" if plan.compiled else "eager"),
         precision=precision,
+        divided_outputs=plan.divided_outputs,
     )

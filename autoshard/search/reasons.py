@@ -206,6 +206,9 @@ def remedy(task: SearchTask) -> str:
     """The first change that makes it fit, tried with the same search."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []
+    if task.training and any(block.cuts_loss or block.divides_loss for block in task.work.blocks):
+        parts = replace(free, given=replace(free.given, divided_outputs=True))
+        tried.append(("With logits left in parts behind the loss (--divided-outputs) it fits: ", parts))
     if task.training and task.precision == replace(PRECISIONS["mixed"], states=task.precision.states):
         pure = replace(free, precision=replace(PRECISIONS["pure"], states=task.precision.states))
         tried.append(("With weights, gradients and moments of 16 bits (--precision pure) it fits: ", pure))

@@ -144,6 +144,38 @@ CASES = {  # the ranks that found where to divide by themselves have the first
 }  # fmt: skip
 
 
+class Answering(Net):
+    """A loss and the logits that it is of."""
+
+    def forward(self, ids, labels):
+        x, turn = self.embed(ids), torch.arange(ids.shape[1]).cos().view(1, 1, -1, 1)
+        for layer in self.layers:
+            x = layer(x, turn, None)
+        logits = self.head(x)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def answering():
+    torch.manual_seed(0)
+    return Answering(Block)
+
+
+def given_out(plan):
+    """Of logits that stay in parts: the shape of a rank's, and the errors of the loss, of all, and of a gradient."""
+    alone, model = answering(), autoshard.apply(answering(), Plan.from_json(plan), inputs=INPUTS)
+    ours, theirs = (one(**{name: ids[:1] for name, ids in INPUTS.items()}) for one in (model, alone))
+    for out in (ours, theirs):
+        out["loss"].backward()
+    pairs = [
+        (ours["loss"], theirs["loss"]), (ours["logits"].full_tensor(), theirs["logits"]),
+        (model.head.weight.grad.full_tensor(), alone.head.weight.grad),
+    ]  # fmt: skip
+    with torch.no_grad():
+        whole = type(model(**INPUTS)["logits"]) is torch.Tensor
+    errors = [float((one - other).abs().max()) for one, other in pairs]
+    return tuple(ours["logits"].to_local().shape), whole, errors
+
+
 def asked(plan):
     """What is said where a rank would hand out the tokens that it has."""
     model = autoshard.apply(made(Mixing), plan)
@@ -164,10 +196,16 @@ def test_parts_of_sequences_train_as_on_one_process(ranks):
         jobs[mesh, name] = launched.trained, MAKES[name], plan or text, IDS, degree, "head"
         if name == "mixing":
             jobs[asked] = asked, plan
+    if ranks == 2:
+        text = plan_of(answering, "cp=2", 2, recompute="none", micro_batch=1, divided_outputs=True)
+        jobs[given_out] = given_out, text
     for results in run_ranks(run_jobs, ranks, jobs):
         assert asked not in jobs or "tensor of shape [4, 4, 16] at '1' that the plan does not know" in results.pop(
             asked
         )
+        if given_out in jobs:
+            shape, whole, errors = results.pop(given_out)
+            assert shape == (1, TOKENS // 2, WORDS) and whole and max(errors) < 1e-5
         for name, found in results.items():
             assert found["losses"] < 1e-5 and found["norms"] < 1e-5, (name, found)
             assert found["gradients"] < 1e-4 and found["values"] < 1e-4, (name, found)

@@ -68,18 +68,19 @@ CASES = {
     "smoothed": (flat, {}, {"label_smoothing": 0.1}),
     "tied": (flat, {"tied": True}, {}),
 }
+DIVIDED = {"given out in parts": (flat, {}, {})}
 WHOLE = {
     "several readers": (scaled_by_length, {}, {}),
     "weighted": (flat, {}, {"weight": torch.arange(CLASSES, dtype=torch.float32)}),
 }
 
 
-def planned(model, batch):
+def planned(model, batch, **wishes):
     """The plan of rank 0 with its cuts, on all ranks."""
     text = [""]
     if dist.get_rank() == 0:
         workload = Workload(mode="training", batch_size=2)
-        plan = autoshard.plan(model, devices_of(2), inputs=batch, workload=workload, mesh={"tp": 2})
+        plan = autoshard.plan(model, devices_of(2), inputs=batch, workload=workload, mesh={"tp": 2}, **wishes)
         text = [completed(model, plan, batch).to_json()]
     dist.broadcast_object_list(text)
     return Plan.from_json(text[0])
@@ -88,45 +89,56 @@ def planned(model, batch):
 def trained(name):
     """Kinds of actions, whether logits are spread (with, without labels), and the largest error on a rank."""
     torch.manual_seed(0)
-    view, made, loss = (CASES | WHOLE)[name]
+    view, made, loss = (CASES | WHOLE | DIVIDED)[name]
     model = Model(view, **made, **loss).train()
     batch = {"ids": torch.randint(CLASSES, (2, 6)), "labels": torch.randint(CLASSES, (2, 6))}
     alone, found = copy.deepcopy(model), []
-    plan = planned(model, batch)
+    plan = planned(model, batch, divided_outputs=name in DIVIDED)
     kinds = {action.kind for cut in plan.cuts for action in cut.actions}
     autoshard.apply(model, plan)
     for one in (model, alone):
         out = one(**batch)
-        (out["loss"].sum() + 1e-2 * out["logits"].square().sum()).backward()
+        (out["loss"].sum() + 1e-2 * whole(out["logits"]).square().sum()).backward()
         seen = one.seen
         with torch.no_grad():
             rest = one(batch["ids"]), one(**batch)
         again = one(batch["ids"])["logits"]
         found.append([*out.values(), rest[0]["logits"], *rest[1].values(), again])
-        found[-1] = [tensor.detach().clone() for tensor in found[-1]]
         if one is model:
+            plain = [type(tensor) is torch.Tensor for tensor in found[-1]]
             spread = issubclass(seen[0], DTensor), issubclass(one.seen[0], DTensor)
+        found[-1] = [whole(tensor).detach().clone() for tensor in found[-1]]
     autoshard.remove(model)
     for place, one in enumerate((model, alone)):
         found[place] += [parameter.grad for parameter in one.parameters()]
-    plain = all(type(tensor) is torch.Tensor for tensor in found[0][:7])
     errors = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in zip(*found, strict=True)]
     return kinds, spread, plain, max(errors)
 
 
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 @pytest.fixture(scope="module")
 def results():
-    ranks = run_ranks(run_jobs, 2, {name: (trained, name) for name in CASES | WHOLE})
-    return {name: [rank[name] for rank in ranks] for name in CASES | WHOLE}
+    names = CASES | WHOLE | DIVIDED
+    ranks = run_ranks(run_jobs, 2, {name: (trained, name) for name in names})
+    return {name: [rank[name] for rank in ranks] for name in names}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_each_rank_has_its_classes_of_the_logits_until_the_loss_is_known(name, results):
     for kinds, spread, plain, error in results[name]:
-        assert {"spread", "loss"} <= kinds and spread == (True, True) and plain and error < 1e-5
+        assert {"spread", "loss"} <= kinds and spread == (True, True) and all(plain) and error < 1e-5
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_logits_that_something_else_reads_are_whole(name, results):
     for kinds, spread, plain, error in results[name]:
-        assert not {"spread", "loss"} & kinds and spread == (False, False) and plain and error < 1e-5
+        assert not {"spread", "loss"} & kinds and spread == (False, False) and all(plain) and error < 1e-5
+
+
+def test_logits_stay_in_parts_behind_their_loss_where_that_is_asked_for(results):
+    for kinds, spread, plain, error in results["given out in parts"]:
+        assert {"spread", "loss_in_parts"} <= kinds and "loss" not in kinds and spread == (True, True) and error < 1e-5
+        assert plain == [True, False, True, True, True, False]  # of forwards with gradients, logits alone

@@ -21,6 +21,7 @@ from autoshard.search.compared import compare_processes
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Asked, parse_mesh
 from autoshard.search.processes import make_task, plan_processes, recipe_of
+from autoshard.search.reasons import remedy
 from autoshard.search.traced import trace, why_undivided
 from tests.search.models import Decoder, traced
 
@@ -195,12 +196,23 @@ def test_sequences_in_parts_have_whole_logits_where_apply_makes_them(samples, nb
     task = task_on("4xA100-40GB", samples=samples, tokens=65536, given=fixed)
     recipe = search(task).ranking[0].recipe
     assert recipe.cp == 4 and not recipe.loss_parallel
-    made, parts = (price_recipe(task, replace(recipe, loss_parallel=parallel)) for parallel in (False, True))
+    changes = ({}, {"loss_parallel": True}, {"divided_outputs": True})
+    made, parts, given_out = (price_recipe(task, replace(recipe, **change)) for change in changes)
     at_loss = [
-        next(one for one in each.memory.curve if one.name == "loss").bytes["transient"] for each in (made, parts)
+        next(one for one in each.memory.curve if one.name == "loss").bytes["transient"]
+        for each in (made, parts, given_out)
     ]
-    assert at_loss == pytest.approx([65536 * 4096 * nbytes, samples * 65536 * 4096 * 4])
+    in_parts = 16 / 4 if samples == 1 else nbytes
+    assert at_loss == pytest.approx([65536 * 4096 * each for each in (nbytes, samples * 4, in_parts)])
     assert made.seconds > parts.seconds
+    assert (given_out.seconds < made.seconds) == (samples == 1)
+
+
+def test_a_refusal_says_that_logits_left_in_parts_would_fit():
+    task = task_on("4xA100-40GB", samples=1, tokens=1 << 20, width=64)
+    small = replace(task, card=replace(task.card, memory_bytes=23 << 30))
+    assert search(small).best is None
+    assert remedy(small).startswith("With logits left in parts behind the loss (--divided-outputs) it fits: tp=4, ")
 
 
 def test_frozen_parameters_have_no_gradients_and_unread_ones_take_memory():
@@ -231,7 +243,7 @@ def test_frozen_parameters_have_no_gradients_and_unread_ones_take_memory():
 
 def test_logits_that_leave_no_room_are_named():
     work = traced(samples=1, tokens=262144)
-    with pytest.raises(PlanError, match=r"10\.0 GiB are logits and their copies around the loss.* It fits on 4"):
+    with pytest.raises(PlanError, match=r"10\.0 GiB are logits and their copies around the loss.* it fits: tp=2, "):
         plan_processes(work, parse_devices("2xT4"), Asked())
 
 
@@ -241,7 +253,7 @@ def test_why_there_are_no_replicas_is_said():
     assert plan.mesh is not None and plan.mesh.dp == plan.mesh.fsdp == 1
     assert "no replicas and no micro-batches: its rows depend on each other" in plan.reasons
     assert plan.num_microbatches == 1
-    with pytest.raises(PlanError, match=r"or larger devices\. Its rows depend"):
+    with pytest.raises(PlanError, match=r" s\. Its rows depend"):
         plan_processes(traced(samples=512), parse_devices("2xT4"), asked)
     plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), replace(asked, micro_batch=4))
     assert plan.num_microbatches == 8 and "no replicas: its rows depend on each other" in plan.reasons
