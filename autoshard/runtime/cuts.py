@@ -33,7 +33,13 @@ from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import Undo, check_filled, named_tensors, revert
-from autoshard.runtime.outsiders import check_not_shared, refuse_additions, refuse_nested, refuse_replacements
+from autoshard.runtime.outsiders import (
+    check_not_shared,
+    refuse_additions,
+    refuse_nested,
+    refuse_replacements,
+    sharded_inside,
+)
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, running
 from autoshard.runtime.results import watch_results
@@ -333,12 +339,13 @@ class Arrive:
 def _refuse_wrapped(module: nn.Module, record: CutRecord) -> None:
     """Raise `ApplyError` where torch takes the parts that ranks have for copies: it gives all the first one's."""
     ddp = nn.parallel.DistributedDataParallel.forward.__code__
-    wrapped = "DistributedDataParallel" if any(frame.f_code is ddp for frame, _ in traceback.walk_stack(None)) else ""
-    if not record.gathered and torch_private.is_fully_sharded(module):
-        wrapped = "fully_shard"
+    in_ddp = any(frame.f_code is ddp for frame, _ in traceback.walk_stack(None))
+    wrapped, kind = "DistributedDataParallel" if in_ddp else "", module
+    if not record.gathered and (found := sharded_inside(module)) is not None:
+        wrapped, kind = "fully_shard", found
     if wrapped:
         raise ApplyError(
-            f"{wrapped} was called for a {type(module).__name__} whose matrices are cut over processes, and took parts "
+            f"{wrapped} was called for a {type(kind).__name__} whose matrices are cut over processes, and took parts "
             "of ranks for copies of one: the weights are lost. Use the model as apply returned it, in a loop of your "
             "own (a Trainer and Accelerator.prepare wrap models). For replicas plan with a mesh of dp or fsdp and tp."
         )

@@ -9,6 +9,7 @@ Replicas for answers are copies that know nothing of each other: processes may g
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,7 +37,7 @@ from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
 from autoshard.runtime.moves import check_filled, move_tensors, named_tensors
-from autoshard.runtime.refused import COPIES, allow_methods, refuse_methods
+from autoshard.runtime.refused import COPIES, allow_methods, refuse_methods, refuse_saving, stand_in
 from autoshard.runtime.sharded import (
     Replaced,
     Sharing,
@@ -170,15 +171,17 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
             loader.fill_rest(model, cut_record(model), record.device)
     forget_whole(record.replaced)
     record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
-    vars(model)["zero_grad"] = functools.partial(_zero_grad, model, used)
+    stand_in(model, "zero_grad", functools.partial(_zero_grad, model.zero_grad, used))
     refuse_methods(model, *COPIES)
+    if not record.plan.cuts:  # of which `state_dict()` has whole tensors
+        refuse_saving(model)
     if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = functools.partial(no_sync, model, used)
+        stand_in(model, "no_sync", functools.partial(no_sync, model, used))
 
 
-def _zero_grad(model: nn.Module, used: Used, set_to_none: bool = True) -> None:
+def _zero_grad(usual: Callable[[bool], None], used: Used, set_to_none: bool = True) -> None:
     """As `nn.Module.zero_grad`, also between forward and backward, when modules have whole parameters and no parts."""
-    type(model).zero_grad(model, set_to_none)
+    usual(set_to_none)
     for index, parameter in enumerate(used.parameters):
         used.seen.discard(index)
         if parameter.grad is not None:

@@ -135,6 +135,14 @@ def _parameters_of(value: Any) -> set[int]:
     return set(map(id, value.parameters() if isinstance(value, nn.Module) else [value]))
 
 
+def sharded_inside(model: nn.Module) -> nn.Module | None:
+    """A module of a model for which `fully_shard` was called, None if it was for none."""
+    from torch.distributed.fsdp import FSDPModule
+
+    called = bool(FSDPModule.__subclasses__())  # else nobody looks through the modules, which takes time
+    return next((one for one in model.modules() if isinstance(one, FSDPModule)), None) if called else None
+
+
 def refuse_nested(module: nn.Module, args: tuple) -> None:
     """Pre-hook of a block: a layer that is cut has no sizes for nested tensors."""
     if any(isinstance(value, torch.Tensor) and value.is_nested for value in args):

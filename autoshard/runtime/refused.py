@@ -3,6 +3,7 @@
 Those of torch fail without a reason, or end the process, since they meet parts of parameters.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,9 @@ from autoshard.errors import ApplyError
 
 SHARE = "share_memory"
 COPIES = ("__deepcopy__", "__reduce_ex__", SHARE)
+MOVES = ("to", "to_empty", "cpu", "cuda", "xpu")
 _INSTEAD = {
+    **dict.fromkeys(MOVES, "Each process has its stages where they compute. Call autoshard.remove(model) first."),
     "__deepcopy__": "Build a second model and load state_dict() into it. An average of weights (EMA) can be a dict: "
     "average[name].lerp_(parameter.detach(), 0.01), for all of model.named_parameters().",
     "__reduce_ex__": "Call autoshard.save(model, directory) on all ranks.",
@@ -20,16 +23,49 @@ _INSTEAD = {
 }
 
 
+class _StandIn(partial):
+    """Stands for a method of a model; `before`: what other code had put there for it."""
+
+    before: Any = None
+
+
+def stand_in(model: nn.Module, name: str, method: Callable[..., Any]) -> None:
+    """Put a method on a model until `allow_methods`."""
+    made = _StandIn(method)
+    made.before = vars(model).get(name)
+    vars(model)[name] = made
+
+
 def refuse_methods(model: nn.Module, *names: str) -> None:
     """Let methods of a model raise `ApplyError` until `allow_methods`."""
     for name in names:
-        vars(model)[name] = partial(_refuse, name)
+        stand_in(model, name, partial(_refuse, name))
+
+
+def refuse_saving(model: Any) -> None:
+    """Let the `save_pretrained` of a sharded model raise `ApplyError` unless it is given whole tensors."""
+    usual = getattr(model, "save_pretrained", None)
+    if usual is None:
+        return
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("state_dict") is None and len(args) < 3:
+            raise ApplyError(
+                "save_pretrained can't write a model of whose parameters each process has a part. Call "
+                "autoshard.save(model, directory) on all ranks, which writes the same files."
+            )
+        return usual(*args, **kwargs)
+
+    stand_in(model, "save_pretrained", save)
 
 
 def allow_methods(model: nn.Module) -> None:
-    """Undo `refuse_methods`, and what stands for methods of replicas."""
-    for name in (*COPIES, "no_sync", "zero_grad"):
-        vars(model).pop(name, None)
+    """Undo `stand_in`; what other code has put on a model since stays."""
+    for name, one in list(vars(model).items()):
+        if isinstance(one, _StandIn):
+            del vars(model)[name]
+            if one.before is not None:
+                vars(model)[name] = one.before
 
 
 def _refuse(name: str, *args: Any, **kwargs: Any) -> None:

@@ -40,7 +40,7 @@ from autoshard.runtime.moves import (
     tied_groups,
 )
 from autoshard.runtime.pipeline_record import PipelineRecord, StagesHook, stages_of, written_down
-from autoshard.runtime.refused import COPIES, SHARE, allow_methods, refuse_methods
+from autoshard.runtime.refused import COPIES, MOVES, SHARE, allow_methods, refuse_methods, stand_in
 from autoshard.runtime.sharded import Sharing, check_shardable, forget_whole
 from autoshard.runtime.sharded_stages import lower, shard_stages, shards_stages, unshard_stages, withdraw
 
@@ -129,9 +129,9 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     record = marked.record
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
-    refuse_methods(model, *(COPIES if shards_stages(record.plan) else (SHARE,)))
+    refuse_methods(model, *MOVES, *(COPIES if shards_stages(record.plan) else (SHARE,)))
     if not hasattr(model, "no_sync"):
-        vars(model)["no_sync"] = contextlib.nullcontext  # each step sums what its own micro-batches made
+        stand_in(model, "no_sync", contextlib.nullcontext)  # each step sums what its own micro-batches made
     pp_ranks: dict[str, set[int]] = {}
     for name, holders in record.holders.items():
         for path in above(name):

@@ -6,6 +6,7 @@ is nothing. Before an optimizer steps, ranks agree on which nobody used.
 
 import contextlib
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from autoshard import torch_private
 from autoshard.errors import ApplyError
 from autoshard.runtime.collectives import ProcessRanks
-from autoshard.runtime.dtensors import is_sharded
+from autoshard.runtime.dtensors import alike_on, is_sharded
 from autoshard.runtime.exchanges import Order
 from autoshard.runtime.scalars import Scalars, choose_kernels
 
@@ -90,6 +91,27 @@ class Used:
                     "model.load_state_dict(…)."
                 )
             self.memory[index] = now, part
+
+    def take_parts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let state of whole parameters, as one device saved and all ranks loaded it, become that of a rank's parts.
+
+        Raises `ApplyError` for Adafactor, whose norms of rows torch can't take of parts.
+        """
+        if isinstance(optimizer, torch.optim.Adafactor):
+            raise ApplyError(
+                "Adafactor takes norms of rows and columns, which torch can't of parameters that are sharded over "
+                "processes. Use AdamW or SGD."
+            )
+        if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim"):
+            return  # may have plain state of its part
+        for one in self.parameters:
+            state = optimizer.state.get(one, {})
+            for name, value in state.items():
+                if is_sharded(value):
+                    return
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape == one.shape:
+                    whole: Any = alike_on(one, value)
+                    state[name] = whole.redistribute(placements=one.placements)
 
     def drop_unused(self, stepped: set[int]) -> None:
         """Drop the gradients of parameters that no rank used, among those with these ids; all ranks call it."""
@@ -189,6 +211,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if used is not None:
             used.scalars.check(ids)
             used.check_assigned()
+            if not ids.isdisjoint(map(id, used.parameters)):
+                used.take_parts(optimizer)
             used.drop_unused(ids)
 
 

@@ -11,6 +11,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import autoshard
 from autoshard.errors import ApplyError, AutoshardError, PlanError
@@ -265,6 +266,8 @@ def changed(plan):
     autoshard.apply(model, plan, inputs={"ids": samples(), "labels": samples()})
     with pytest.raises(ApplyError, match="Start every process"):
         model.share_memory()
+    with pytest.raises(ApplyError, match=r"can't be given \.to\(\)\. .*autoshard\.remove"):
+        model.to("cpu")  # torch advises to_empty(), which drops the weights
     runner = autoshard.schedule(model)
     with model.no_sync():
         runner.step(ids=samples(), labels=samples())
@@ -277,6 +280,9 @@ def changed(plan):
     handle.remove()
     model.register_forward_hook(lambda module, args, output: 2 * output)
     with pytest.raises(PlanError, match="of the Scalars was changed after"):
+        runner.step(ids=samples(), labels=samples())
+    fully_shard(model.layers[0].o)
+    with pytest.raises(ApplyError, match="fully_shard was called for a FSDPLinear"):
         runner.step(ids=samples(), labels=samples())
 
 

@@ -39,6 +39,8 @@ def loaded(model, tensors):
 def loops(plan):
     model = decoder()
     whole, ids = model.state_dict(), own_part(samples(), plan.mesh.tp)
+    own = {"zero_grad": functools.partial(nn.Module.zero_grad, model), "save_pretrained": lambda folder, **given: None}
+    vars(model).update(own)
     apply(model, plan, inputs={"ids": samples(), "labels": samples()})
     found = {"state": loaded(model, whole)}
     model.load_state_dict(decoder().state_dict())
@@ -62,7 +64,32 @@ def loops(plan):
     between = torch.optim.SGD(model.parameters(), 0.1)  # of parameters that are let go in the backward
     loss.backward()
     found["between"] = error_of(between.step)
+    found["factored"] = error_of(torch.optim.Adafactor(model.parameters()).step)
+    model.save_pretrained("folder", state_dict={})
+    found["pretrained"] = error_of(model.save_pretrained, "folder")
+    model.layers[2].o = model.layers[2].o[0]
+    found["resumed"] = resumed(model, single, ids)
+    own["no_sync"] = model.no_sync = functools.partial(model.no_sync)
+    autoshard.remove(model)
+    found["kept"] = own == {name: one for name, one in vars(model).items() if callable(one)}
     return found
+
+
+def resumed(model, single, ids):
+    """How far a step is from that of one process whose optimizer's state was loaded, or why it can't be."""
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-6) for one in (single, model)]
+    optimizers[0].step()
+    model.load_state_dict(single.state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for one, rows, optimizer in zip((single, model), (samples(), ids), optimizers, strict=True):
+        one.zero_grad()
+        one(rows, labels=rows).backward()
+        try:
+            optimizer.step()
+        except ApplyError as error:
+            return str(error)
+    found, wanted = wholes(model, dict(model.named_parameters())), dict(single.named_parameters())
+    return max(float((found[name] - one).abs().max()) for name, one in wanted.items())
 
 
 QUICK = ("fsdp=2", "tp=2")
@@ -94,7 +121,12 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
     for results in results_of(*(QUICK if mesh in QUICK else [mesh])):
         found = results[mesh]
         assert found["state"] and found["gradients"] < 1e-5
-        assert "made between a forward and its backward" in found["between"]
+        assert "made between a forward and its backward" in found["between"] and found["kept"]
+        assert "Adafactor" in found["factored"]
+        if mesh == "tp=2":  # whose state_dict() is whole
+            assert not found["pretrained"] and "state of the whole" in found["resumed"]
+        else:
+            assert "autoshard.save(" in found["pretrained"] and found["resumed"] < 1e-6
         assert all("weight (Embedding) was assigned to" in said for said in found["assigned"])
         for said, name in zip(found["replaced"], ("embed.weight", "head"), strict=True):
             assert f"{name} can't be replaced while" in said
@@ -141,7 +173,9 @@ def wrapped(plan):
     said = []
     for outer in (nn.parallel.DistributedDataParallel, lambda one: nn.parallel.DistributedDataParallel(Holder(one))):
         said.append(error_of(outer(apply(net(), plan)), NUMBERS))
-    return [*said, error_of(fully_shard(apply(net(), plan)), NUMBERS)]
+    layered = apply(net(), plan)
+    fully_shard(layered[0][2])
+    return [*said, error_of(fully_shard(apply(net(), plan)), NUMBERS), error_of(layered, NUMBERS)]
 
 
 @sharded_replicas
