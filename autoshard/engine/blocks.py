@@ -97,6 +97,7 @@ class Block:
         reduces: all-reduces of tensor parallelism in one forward of one layer; reduced_elements: of all of them;
             gathered_elements: of what its ranks put together.
         input_elements: what the block before hands over, for the samples that were traced.
+        state: what the model keeps of a layer for the next token (a cache), and whether it stays as large.
         itemsize: bytes per element of most activations, as traced.
         cuts_loss: tensor parallelism divides the logits of its loss, which `apply` puts together behind it.
         divides_loss: context parallelism divides the tokens of its loss, if there is one sample; `apply` puts the
@@ -115,6 +116,7 @@ class Block:
     reduced_elements: int
     input_elements: int
     gathered_elements: int = 0
+    state: tuple[tuple[TensorPart, bool], ...] = ()
     frozen: int = 0
     shared: int = 0
     experts: int = 0
@@ -227,7 +229,7 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0)
     for path, count, indices in _sections(graph, found):
         if indices:
             groups = _chosen(found, path)
-            block = _block(graph, batch, grows, groups, path, count, indices, seen)
+            block = _block(graph, batch, grows, groups, path, count, indices, seen, tokens)
             cuts_loss = any(cut_loss(lookup, group) is not None for group in groups)
             divides_loss = path == "last" and _divides_loss(lookup, found)
             blocks.append(replace(block, cuts_loss=cuts_loss, divides_loss=divides_loss))
@@ -308,9 +310,9 @@ def _most_shares(groups: Sequence[AxisGroup], parameters: Sequence[TensorInfo], 
 
 def _block(
     graph: ModelGraph, batch: set[int], grows: set[int], groups: Sequence[AxisGroup], path: str, count: int,
-    indices: Sequence[int], earlier: set[int],
+    indices: Sequence[int], earlier: set[int], tokens: int,
 ) -> Block:  # fmt: skip
-    """One block; `earlier`: the parameters that blocks before it read, to which its own are added."""
+    """One block; `earlier`: the parameters that blocks before it read, to which its own are added; `tokens`: traced."""
     tensors = {tensor.value: tensor for tensor in graph.tensors}
     stored = {graph.values[value].storage for value in tensors}
     frozen = {graph.values[tensor.value].storage for tensor in graph.tensors if not tensor.trainable}
@@ -333,6 +335,7 @@ def _block(
 
     ops = [_op(graph, graph.ops[index], part, grows) for index in indices]
     made = {value for index in indices for value in graph.ops[index].outputs}
+    kept = {graph.values[value].storage: value for value in graph.state if value in made and value in batch}
     given = [
         prod(graph.values[value].shape)
         for index in indices
@@ -355,6 +358,9 @@ def _block(
         reduced_elements=sum(group.reduced_bytes for group in groups) // _itemsize(ops),
         gathered_elements=sum(group.gathered_bytes + group.added_bytes for group in groups) // _itemsize(ops),
         input_elements=max(given, default=0),
+        state=tuple(
+            (part(value), value not in grows or tokens not in graph.values[value].shape) for value in kept.values()
+        ),
         shared=sum(prod(tensor.shape) for tensor in tied),
         experts=max(experts.values(), default=0),
         expert_elements=sum(prod(tensor.shape) for tensor in of_experts),

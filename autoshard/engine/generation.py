@@ -17,7 +17,7 @@ from autoshard.engine.blocks import Block, ModelWork
 from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
 from autoshard.engine.estimate import Moment
 from autoshard.engine.local import Share, cached_elements, sums_of
-from autoshard.engine.memory import Memory, RecipeEstimate, Stage, local_elements, outside_bytes, workspace_bytes
+from autoshard.engine.memory import Memory, RecipeEstimate, Stage, outside_bytes, stage_elements, workspace_bytes
 from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, host_seconds, layer_seconds
@@ -150,7 +150,8 @@ def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
     if experts:
         # A token goes to k of E experts; m rows of all experts came from the rows that the router read.
         replicas = recipe.ep // (1 if recipe.expert_tp == recipe.tp else recipe.tp)
-        router_rows = max((one.m for one in sums_of(block).products if not one.experts), default=1)
+        dense_products = (one for one in sums_of(block).products if one.weight_elements and not one.experts)
+        router_rows = max((one.m for one in dense_products), default=1)
         hit = hit_part(routed / max(1, router_rows), tokens * max(1, replicas))
     return (dense + experts * hit) * stored_bytes(block, recipe)
 
@@ -162,13 +163,11 @@ def stored_bytes(block: Block, recipe: Recipe) -> float:
 
 
 def _cache_bytes(block: Block, setting: Setting, rows: float, answered: float) -> float:
-    """Bytes of keys and values of one layer on one rank after so many tokens of the answer; heads are divided as far
-    as there are any."""
+    """Bytes of keys and values of one layer on one rank after so many tokens of the answer."""
     work, recipe = setting.work, setting.recipe
-    shares = min(recipe.tp, block.most_shares) if any(one.cut for one in sums_of(block).attentions) else 1
-    prompt, (growing, fixed) = setting.share.length, cached_elements(block)
+    prompt, (growing, fixed) = setting.share.length, cached_elements(block, min(recipe.tp, block.most_shares))
     elements = growing * ((0 if work.encodes else prompt) + answered / work.tokens) + fixed * prompt
-    return rows / work.samples * elements / shares * recipe.precision.compute
+    return rows / work.samples * elements * recipe.precision.compute
 
 
 def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
@@ -184,10 +183,8 @@ def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
 def answer_memory(setting: Setting, stage: Stage, sequences: int, new_tokens: int) -> Memory:
     """Bytes of one rank: all of its weights, the cache of all sequences, activations of one forward of the prompt."""
     recipe, card = setting.recipe, setting.card
-    weights = 0.0
-    for block, count in stage:
-        tied = block.shared if any(other.path == "first" for other, _ in stage) else 0
-        weights += (count * sum(local_elements(block, recipe)) - tied) * stored_bytes(block, recipe)
+    elements = stage_elements(stage, recipe)
+    weights = sum((dense + experts) * stored_bytes(block, recipe) for block, dense, experts in elements)
     widest = max(
         max(_working_bytes(setting, block, recipe.micro_batch), _joined_bytes(setting, block)) for block, _ in stage
     )

@@ -96,7 +96,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`width`: columns of a head; `cache_elements`: of keys and values, before they are repeated for all heads.
+    """`width`: columns of a head; `keys`: keys and values, before they are repeated for all heads.
 
     `once`, `fixed`: as in `OpWork`.
     """
@@ -105,7 +105,7 @@ class Attention:
     cut: bool
     causal: bool
     width: int
-    cache_elements: float
+    keys: tuple[TensorPart, ...]
     moved: Volume
     once: bool = False
     fixed: bool = False
@@ -162,14 +162,19 @@ def sums_of(block: Block) -> Sums:
 
 def cache_elements(block: Block) -> float:
     """Keys and values of one layer for all tokens that were traced."""
-    return sum(attention.cache_elements for attention in sums_of(block).attentions)
+    return sum(part.numel for attention in sums_of(block).attentions for part in attention.keys)
 
 
-def cached_elements(block: Block) -> tuple[float, float]:
-    """The same of what an answer keeps: (of the tokens to which it is added, of what is encoded once)."""
-    kept = [one for one in sums_of(block).attentions if not one.once]
-    fixed = sum(one.cache_elements for one in kept if one.fixed)
-    return sum(one.cache_elements for one in kept) - fixed, fixed
+def cached_elements(block: Block, shares: int = 1) -> tuple[float, float]:
+    """What one of `shares` ranks keeps of one layer for an answer: elements (that grow with its tokens, that do not).
+
+    That is what the model was seen to keep, or the keys and values of attention where it keeps nothing.
+    """
+    kept = block.state or [
+        (part, one.fixed) for one in sums_of(block).attentions if not one.once for part in one.keys
+    ]  # fmt: skip
+    each = [(part.numel / (shares if part.cut else 1), fixed) for part, fixed in kept]
+    return sum(own for own, fixed in each if not fixed), sum(own for own, fixed in each if fixed)
 
 
 def _sums(block: Block) -> Sums:
@@ -215,21 +220,21 @@ def _attention(op: OpWork, made_by: dict[int, OpWork]) -> Attention:
     return Attention(
         flops=op.flops, cut=op.cut, causal=op.causal, once=op.once, fixed=op.fixed,
         width=max(1, op.k),
-        cache_elements=sum(_smallest(part, made_by) for part in op.inputs[1:3]),
+        keys=tuple(_smallest(part, made_by) for part in op.inputs[1:3]),
         moved=volume_of((*op.inputs[:3], *op.outputs[:1])),
     )  # fmt: skip
 
 
-def _smallest(part: TensorPart, made_by: dict[int, OpWork]) -> int:
-    """Elements of keys or values where they are fewest, between their projection and attention."""
-    least, seen = part.numel, {part.storage}
+def _smallest(part: TensorPart, made_by: dict[int, OpWork]) -> TensorPart:
+    """Keys or values where they have the fewest elements, between their projection and attention."""
+    least, seen = part, {part.storage}
     while (op := made_by.get(part.storage)) is not None and op.kind == "other":
         before = [one for one in op.inputs if one.batch and not one.weight and one.storage not in seen]
         if not before:
             break
         part = max(before, key=lambda one: one.numel)
         seen.add(part.storage)
-        least = min(least, part.numel)
+        least = min(least, part, key=lambda one: one.numel)
     return least
 
 

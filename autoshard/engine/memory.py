@@ -11,7 +11,7 @@ Beside tensors, a process on a card has a context, buffers of collectives, a wor
 can't hand out; on a CPU it has none of these.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoshard.engine.blocks import Block
@@ -135,16 +135,27 @@ def local_elements(block: Block, recipe: Recipe, *, trained: bool = False) -> tu
     return part * dense, part * experts / recipe.ep
 
 
-def live_elements(stage: Stage, recipe: Recipe, *, trained: bool = False) -> tuple[float, float]:
-    """The same for a whole stage; tied weights once where both ends are on it."""
-    dense = experts = 0.0
-    paths = {block.path for block, _ in stage}
+def unshared_elements(block: Block, recipe: Recipe, *, trained: bool = False) -> tuple[float, float]:
+    """The same without weights that an earlier block has, too (tied ones)."""
+    dense, experts = local_elements(block, recipe, trained=trained)
+    part = block.trained_part if trained else 1.0
+    return dense - part * block.shared / (recipe.tp if block.cut_elements else 1), experts
+
+
+def stage_elements(stage: Stage, recipe: Recipe, *, trained: bool = False) -> Iterator[tuple[Block, float, float]]:
+    """The same of all layers of each block of a stage; tied weights once where both ends are on it."""
+    both_ends = any(block.path == "first" for block, _ in stage)
+    elements_of = unshared_elements if both_ends else local_elements
     for block, count in stage:
-        one, of_experts = local_elements(block, recipe, trained=trained)
-        if block.shared and ("first" in paths or block.path == "first"):
-            part = block.trained_part if trained else 1.0
-            one -= part * block.shared / (recipe.tp if block.cut_elements else 1)
-        dense, experts = dense + count * one, experts + count * of_experts
+        dense, experts = elements_of(block, recipe, trained=trained)
+        yield block, count * dense, count * experts
+
+
+def live_elements(stage: Stage, recipe: Recipe, *, trained: bool = False) -> tuple[float, float]:
+    """The same for a whole stage."""
+    dense = experts = 0.0
+    for _, one, of_experts in stage_elements(stage, recipe, trained=trained):
+        dense, experts = dense + one, experts + of_experts
     return dense, experts
 
 

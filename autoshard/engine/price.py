@@ -20,6 +20,7 @@ from autoshard.engine.memory import (
     local_elements,
     share_of,
     step_memory,
+    unshared_elements,
 )  # fmt: skip
 from autoshard.engine.programs import Layer, pass_seconds
 from autoshard.engine.recipe import Recipe
@@ -265,7 +266,7 @@ def accumulate_seconds(setting: Setting, block: Block) -> float:
     recipe, precision = setting.recipe, setting.recipe.precision
     dense, experts = local_elements(block, recipe, trained=True)
     if not recipe.gathers_once:
-        dense, experts = (dense - block.trained_part * block.shared) / recipe.shards, experts / recipe.expert_shards
+        dense, experts = dense / recipe.shards, experts / recipe.expert_shards
     nbytes = (dense + experts) * (2 * min(4, precision.gradients) + precision.compute)
     again = 1 - 1 / recipe.num_microbatches
     return again * nbytes / (setting.card.bytes_per_second * setting.reached.memory)
@@ -281,8 +282,7 @@ def _sharding_seconds(setting: Setting, block: Block) -> tuple[float, float]:
     recipe, network = setting.recipe, setting.network
     if recipe.shards < 2 or not block.ops:
         return 0.0, 0.0
-    dense, experts = local_elements(block, recipe)
-    dense -= block.shared
+    dense, experts = unshared_elements(block, recipe)
     trained = block.trained_part
     group = group_of(network.topology, recipe.shards, recipe.stride("cp"))
     gather = network.all_gather(group, dense * recipe.precision.compute)

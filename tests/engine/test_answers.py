@@ -5,17 +5,21 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+import autoshard
 from autoshard.cluster.topology import Topology
 from autoshard.engine.generation import price_generation, weight_bytes
 from autoshard.engine.local import cached_elements, sums_of
+from autoshard.engine.memory import live_elements, unshared_elements
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card
 from autoshard.plan.workload import Workload
 from autoshard.search.traced import trace
+from tests.models.hf import DECODERS, build
 
 WIDTH, WORDS, CODES, NEW = 16, 32, 24, 8
 CARD = Card(generation="sm80", flops_per_second=312e12, bytes_per_second=2e12, memory_bytes=80 * 2**30)
 ONE = Topology(hosts=1, devices_per_host=1, local_bytes_per_second=300e9, network_bytes_per_second=25e9)
+TWO = Topology(hosts=1, devices_per_host=2, local_bytes_per_second=300e9, network_bytes_per_second=25e9)
 
 
 class Layer(nn.Module):
@@ -103,3 +107,55 @@ def test_attention_is_half_the_work_only_where_it_is_causal():
     work = trace(Pair(), {"input_ids": tokens(CODES), "decoder_input_ids": tokens(CODES)}, Workload()).work
     found = [[one.causal for one in sums_of(block).attentions] for block in work.blocks if block.layer]
     assert found == [[False], [True, False]]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "bloom", "deepseek-v3", "mamba", "jamba"])
+def test_a_cache_is_what_the_model_keeps(name):
+    """Windows, latents, states, attention of products: what a recorded answer leaves, priced without recording it."""
+    case = next(case for case in DECODERS if case.name == name)
+    model, inputs = case.build(), case.example((2, CODES))
+    del inputs["use_cache"]
+    work = trace(model, inputs, Workload(new_tokens=NEW)).work
+    answer = price_generation(work, Recipe(), CARD, ONE, batch=2, prompt_tokens=CODES, new_tokens=NEW)
+    kept = autoshard.profile(model, inputs, workload=Workload(new_tokens=NEW)).cache_bytes
+    cache = answer.memory.curve[-1].bytes["cache"] / answer.recipe.precision.compute * 4
+    assert cache == pytest.approx(kept, rel=0.04)  # the last token is not kept
+
+
+def llama(**settings):
+    size = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48}
+    model = build("LlamaForCausalLM", "LlamaConfig", {**size, "vocab_size": 96, **settings})
+    return trace(model, {"input_ids": tokens(CODES)}, Workload(new_tokens=NEW)).work
+
+
+@pytest.mark.parametrize(("heads", "part"), [(4, 2), (1, 1)])
+def test_ranks_divide_a_cache_only_where_they_divide_keys_and_values(heads, part):
+    def cache(tp, topology):
+        recipe = Recipe(tp=tp, stack="compiled")
+        answer = price_generation(work, recipe, CARD, topology, batch=2, prompt_tokens=CODES, new_tokens=NEW)
+        return answer.memory.curve[-1].bytes["cache"]
+
+    work = llama(num_key_value_heads=heads)
+    assert cache(1, ONE) == part * cache(2, TWO) > 0
+
+
+def test_ranks_have_a_part_of_tied_weights_once():
+    work = llama(tie_word_embeddings=True)
+    recipe = Recipe(tp=2)
+    answer = price_generation(work, recipe, CARD, TWO, batch=2, prompt_tokens=CODES, new_tokens=NEW)
+    stage = [(block, block.count) for block in work.blocks]
+    elements = sum(live_elements(stage, recipe))
+    assert 2 * elements == work.parameters + 7 * 32  # norms are whole on each rank
+    assert answer.memory.curve[0].bytes["weights"] == elements * recipe.precision.parameters
+    assert all(sum(unshared_elements(block, recipe)) >= 0 for block in work.blocks)
+
+
+def test_of_experts_as_many_are_read_with_attention_of_products():
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    config = {**size, "num_key_value_heads": 2, "vocab_size": 96, "num_local_experts": 8, "num_experts_per_tok": 2}
+    read = []
+    for eager in (False, True):
+        model = build("MixtralForCausalLM", "MixtralConfig", config, eager)
+        work = trace(model, {"input_ids": tokens(CODES)}, Workload(new_tokens=NEW)).work
+        read.append(sum(weight_bytes(block, Recipe(), 1) for block in work.blocks))
+    assert read[0] == read[1]
