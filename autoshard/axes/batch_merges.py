@@ -43,12 +43,11 @@ class Merged:
 
 MEAN, SUM = 1, 2
 """What `reduction` of a loss says."""
-ROWS = names(rules.loss_of_rows)
-LOSSES = names(rules.loss_of_elements) | ROWS
-"""Losses that compare element by element, or row by row, then sum up or take the mean."""
+LOSSES = names(rules.loss_of_elements)
+"""Losses that compare element by element, then sum up or take the mean."""
 CLASSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d"})
 LINEAR = names(rules.same) | RESHAPES | MOVES | {
-    "neg", "neg_", "negative", "sum", "mean", "stack", "cat", "flip", "roll", "repeat",
+    "neg", "neg_", "sum", "mean", "stack", "cat", "flip", "roll", "repeat",
 }  # fmt: skip
 """Ops that are linear in all their tensors and whose numbers say nothing but which elements are meant."""
 
@@ -71,7 +70,7 @@ class Merges:
 
     def _of(self, op: Op, given: Sequence[State]) -> Merged | None:
         name = name_of(op)
-        if name in ("div", "divide", "div_", "mul", "multiply", "mul_"):
+        if name in ("div", "div_", "mul", "mul_"):
             return self._scaled(op, given, name)
         if self.walk.resized(op):
             return None
@@ -192,11 +191,6 @@ class Merges:
             if len(x) < 2 or target != (x[0], *x[2:]):
                 return None
             axes[0], shapes[0] = (axes[0][0], *axes[0][2:]), target
-        if name in ROWS:
-            if name == "multi_margin_loss" and len(given) > 2:  # how much a class weighs
-                return None
-            rows = len(shapes[0]) - 1
-            axes, shapes = [one[:rows] for one in axes], [one[:rows] for one in shapes]
         made: list[Axes] = []
         mixed = self.walk.mixes(lambda: made.append(broadcast(self.walk.walk, axes, shapes)))
         once = sum(times(axis, self.walk.batch) for axis in made[0]) == 1  # twice: each sample with each
@@ -232,7 +226,7 @@ def counted_labels(graph: ModelGraph, target: int, ignored: int) -> tuple[int, i
         name = name_of(op)
         if name not in SAME | RESHAPES | MOVES | JOINS:
             return None
-        if name in ("to", "_to_copy", "type_as", "dropout", "bernoulli"):
+        if name in ("to", "_to_copy", "dropout", "bernoulli"):
             if name not in ("to", "_to_copy") or graph.values[value].dtype not in (torch.int64, torch.int32):
                 return None
             continue
@@ -279,7 +273,7 @@ def _unordered(walk: BatchAxes, value: int) -> int:
         return value
     table, index = op.inputs
     order, dim = _converted(graph, index), op.node.args[1]
-    if order is None or order.node is None or name_of(order) not in ("argsort", "sort"):
+    if order is None or order.node is None or name_of(order) != "sort":
         return value
     shape = graph.values[table].shape
     along = arguments_of(order)["dim"]

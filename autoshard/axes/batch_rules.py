@@ -23,11 +23,8 @@ FILLED = frozenset({
 })  # fmt: skip
 """Ops whose elements are one number, or drawn alike for all places."""
 SAME = names(rules.same, rules.dropout, rules.noise, rules.rrelu) | {"bernoulli", "requires_grad_"}
-SIZED = FILLED | RESHAPES | frozenset({"expand", "broadcast_to", "repeat", "tile", "repeat_interleave", "pad",
-                                       "constant_pad_nd", "affine_grid_generator"})  # fmt: skip
+SIZED = FILLED | RESHAPES | {"expand", "repeat", "constant_pad_nd", "affine_grid_generator"}
 """Ops to which lists of numbers say how large a tensor is."""
-SHAPED_LIKE = frozenset({"expand_as", "view_as", "reshape_as", "type_as"})
-"""Ops that ask nothing of a second tensor but its shape or its type."""
 
 
 def _filled(walk: Context, *args: Any, **kwargs: Any) -> Any:

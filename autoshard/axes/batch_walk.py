@@ -15,7 +15,7 @@ from typing import Any
 from autoshard.axes.axis import Axis, Cat, Factor, factors_of, local_size, make_unshardable, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.batch_merges import CLASSES, LOSSES, Merges
-from autoshard.axes.batch_rules import FILLED, SHAPED_LIKE, SIZED
+from autoshard.axes.batch_rules import FILLED, SIZED
 from autoshard.axes.contents import has_constant_bound, part_dim
 from autoshard.axes.given import arguments_of, is_sized_by_values, plain
 from autoshard.axes.rules import Axes, Rule
@@ -93,8 +93,6 @@ class BatchWalk(BatchAxes):
         asked = list(zip(op.inputs, given, strict=True))
         if name in ("copy_", "fill_"):
             asked = asked[1:]
-        elif name in SHAPED_LIKE:
-            asked = asked[:1]
         states = {state for value, state in asked if not walk.known.get(value)}
         if mixed or resized or placed or "mixed" in states or self._works_on_all(op):
             return ["mixed"] * len(op.outputs)
@@ -129,7 +127,7 @@ class BatchWalk(BatchAxes):
 
     def _begins_alike(self, op: Op, axis: Axis) -> bool:
         """Whether a part of a concatenation with the batch begins at the same segment in both runs."""
-        if name_of(op) not in ("slice", "narrow", "select") or not any(isinstance(one, Cat) for one in axis):
+        if name_of(op) not in ("slice", "select") or not any(isinstance(one, Cat) for one in axis):
             return True
         slices, starts = {self.batch: self.other_rows}, []
         for one, size in zip((op, self.other.ops[op.index]), (size_of(axis), local_size(axis, slices)), strict=True):
@@ -150,7 +148,7 @@ class BatchWalk(BatchAxes):
         if not self.resized(op):
             return False
         alike = _scalars(plain(op)) == _scalars(plain(self.other.ops[op.index]))
-        if name in SIZED and (alike or name == "repeat_interleave"):
+        if name in SIZED and alike:
             return False
         if name in CONVOLUTIONS and _ungrouped(op) == _ungrouped(self.other.ops[op.index]):
             return False

@@ -63,8 +63,6 @@ def has_constant_bound(op: Op, counts: Sequence[bool]) -> bool:
     name = name_of(op)
     if name in ("chunk", "unsafe_chunk", "unbind"):
         return False
-    if name == "tensor_split":
-        return not isinstance(op.node.args[1], int)
     if name != "slice":
         return True
     given = arguments_of(op)

@@ -29,7 +29,7 @@ import torch
 from autoshard.axes.axis import Axis, Factor, covers, factors_of, reshape, size_of, times
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import bound_of_filled
-from autoshard.axes.given import arguments_of, is_where_alone, overwritten_by, plain, reads_bits
+from autoshard.axes.given import arguments_of, overwritten_by, plain, reads_bits
 from autoshard.axes.reshaping import CATS, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, maker_of, name_of
@@ -99,10 +99,10 @@ class Entries:
         """The states of what an op makes of entries, or of elements by their places; None if it is no such op."""
         name = name_of(op)
         made: list[State] | None = None
-        if name in ("sort", "argsort"):
-            made = self._sort(op, name)
-        elif is_where_alone(op) or name in ("nonzero", "nonzero_numpy"):
-            made = self._found(op, name)
+        if name == "sort":
+            made = self._sort(op)
+        elif name == "nonzero":
+            made = self._found(op)
         elif name in _PICK:
             made = self._picked(op, name)
         elif name in _PUT:
@@ -140,9 +140,9 @@ class Entries:
 
     # ---- places, counts and ends of groups
 
-    def _sort(self, op: Op, name: str) -> list[State] | None:
+    def _sort(self, op: Op) -> list[State] | None:
         walk, source = self.walk, op.inputs[0]
-        values, places = (-1, op.outputs[0]) if name == "argsort" else (op.outputs[0], op.outputs[-1])
+        values, places = op.outputs
         known = self._places.get(source)
         if known is not None and known.once and known.selection.mask < 0 and not _descends(op):
             self._inverse[places] = known.selection
@@ -152,8 +152,7 @@ class Entries:
             return None
         selection = self._select(op, size_of(axes[0]), axes, keys=-1 if _descends(op) else self._root(source))
         self._places[places] = EntryPlaces(selection=selection, axis=axes[0])
-        if values >= 0:
-            self._sorted[values] = selection.keys
+        self._sorted[values] = selection.keys
         return [self._entries(value, selection) if value == values else "mixed" for value in op.outputs]
 
     def _entries(self, value: int, selection: Selection, at: int = 0) -> State:
@@ -161,14 +160,11 @@ class Entries:
         self.walk.give(value, {at: (selection.factor,)})
         return "apart"
 
-    def _found(self, op: Op, name: str) -> list[State] | None:
+    def _found(self, op: Op) -> list[State] | None:
         selection = self._choice(op, op.inputs[0], op.outputs[0])
         if selection is None:
             return None
-        if name == "nonzero":
-            self._rows[op.outputs[0]] = selection
-        else:
-            self._places.update((value, _along(selection, dim)) for dim, value in enumerate(op.outputs))
+        self._rows[op.outputs[0]] = selection
         self.sized.update(op.outputs)
         return ["mixed"] * len(op.outputs)
 
@@ -213,7 +209,7 @@ class Entries:
             for table in (self._inverse, self._counts, self._ends):
                 if source in table:
                     table[made] = table[source]  # type: ignore[assignment]
-        elif name in ("floor_divide", "div", "divide") and source in self._places and len(op.inputs) == 1:
+        elif name in ("floor_divide", "div") and source in self._places and len(op.inputs) == 1:
             rounded = name == "floor_divide" or arguments_of(op).get("rounding_mode") == "floor"
             divided = self._divided(self._places[source], args[1]) if rounded else None
             if divided is not None:
@@ -265,7 +261,7 @@ class Entries:
         graph = self.walk.graph
         value = self._root(value)
         while value >= 0 and (op := maker_of(graph, value)) is not None and not self.walk.is_overwritten(value):
-            if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin", "argsort"):
+            if name_of(op) in ("topk", "sort", "max", "min", "argmax", "argmin"):
                 shape = graph.values[op.inputs[0]].shape
                 return _ranked(op, shape) if value == op.outputs[-1] and len(op.inputs) == 1 else 0
             if name_of(op) in CATS and graph.values[value].dtype in EXACT:

@@ -87,11 +87,6 @@ def computed(op: Op, given: Sequence[torch.Tensor | None]) -> list[Any] | None:
     return listed if len(listed) == len(op.outputs) else None
 
 
-def is_where_alone(op: Op) -> bool:
-    """Whether an op is `where` of a condition alone, which lists the places where it is true."""
-    return name_of(op) == "where" and op.node is not None and len(op.node.args) + len(op.node.kwargs) == 1
-
-
 def is_sized_by_values(graph: ModelGraph, op: Op) -> bool:
     """Whether values decide how large the results of an op are."""
     name = name_of(op)
@@ -99,10 +94,7 @@ def is_sized_by_values(graph: ModelGraph, op: Op) -> bool:
         return any(graph.values[value].dtype in (torch.bool, torch.uint8) for value in op.inputs[1:])
     if name == "one_hot":
         return arguments_of(op)["num_classes"] == -1
-    if name == "repeat_interleave":
-        return len(op.inputs) > 1 or not op.inputs
-    tagged = isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags
-    return tagged or name == "nonzero_numpy" or is_where_alone(op)
+    return isinstance(op.target, OpOverload) and torch.Tag.dynamic_output_shape in op.target.tags
 
 
 def reads_bits(op: Op) -> bool:

@@ -153,7 +153,7 @@ def hit_mask(graph: ModelGraph, value: int) -> int | None:
     if op is None or op.node is None or len(graph.values[value].shape) != 1:
         return None
     name = name_of(op)
-    if name in ("greater", "gt", "ne", "not_equal") and len(op.inputs) == 1 and op.node.args[1] == 0:
+    if name in ("gt", "ne") and len(op.inputs) == 1 and op.node.args[1] == 0:
         op = sole_maker(graph, op.inputs[0])
         name = name_of(op) if op is not None else ""
     if op is None or op.node is None or name not in _COUNTS or len(op.inputs) != 1:

@@ -5,7 +5,7 @@ from string import ascii_letters
 from typing import Any
 
 from autoshard.axes.axis import Axis, reshape, size_of
-from autoshard.axes.rules import Axes, Context, Seen, broadcast, dims_of, pointwise, rule, unshardable
+from autoshard.axes.rules import Axes, Context, Seen, broadcast, rule, unshardable
 
 
 @rule("linear")
@@ -29,7 +29,7 @@ def _bilinear(walk: Context, x: Seen, y: Seen, weight: Seen, bias: Seen | None =
     return [(*batch, weight.axes[0])]
 
 
-@rule("matmul", "linalg_matmul", "mm", "bmm", "mv", "dot")
+@rule("matmul", "mm", "bmm", "mv", "dot")
 def _matmul(walk: Context, x: Seen, y: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [_product(walk, x, y, None)]
 
@@ -49,42 +49,6 @@ def _addmm(walk: Context, added: Seen, x: Seen, y: Seen, *, beta: float = 1, alp
     """`beta` times what is added, plus `alpha` times the product; beta 0: it is ignored, whatever it holds."""
     made = _product(walk, x, y, added if beta else None)
     return [broadcast(walk, [made, added.axes], [tuple(map(size_of, made)), added.shape])]
-
-
-@rule("linalg_vecdot")
-def _dots(walk: Context, x: Seen, y: Seen, dim: int = -1) -> list[Axes]:
-    both = pointwise(walk, x, y)[0]
-    d = dim % len(both)
-    walk.contract(both[d])
-    return [(*both[:d], *both[d + 1 :])]
-
-
-@rule("inner")
-def _inner(walk: Context, x: Seen, y: Seen) -> list[Axes] | None:
-    if not x.shape or not y.shape:
-        return None
-    walk.unify(x.axes[-1], y.axes[-1])
-    walk.contract(x.axes[-1])
-    return [(*x.axes[:-1], *y.axes[:-1])]
-
-
-@rule("outer", "ger")
-def _outer(walk: Context, x: Seen, y: Seen) -> list[Axes]:
-    return [(*x.axes, *y.axes)]
-
-
-@rule("tensordot")
-def _tensordot(walk: Context, x: Seen, y: Seen, dims: Sequence[int], others: Sequence[int]) -> list[Axes] | None:
-    """A dimension of size 1 against a longer one is summed as if spread: left alone."""
-    pairs = [(d % len(x.shape), other % len(y.shape)) for d, other in zip(dims, others, strict=True)]
-    if any(x.shape[d] != y.shape[other] for d, other in pairs):
-        return None
-    for d, other in pairs:
-        walk.unify(x.axes[d], y.axes[other])
-        walk.contract(x.axes[d])
-    gone, others_gone = dims_of(list(dims), len(x.shape)), dims_of(list(others), len(y.shape))
-    kept = [axis for d, axis in enumerate(x.axes) if d not in gone or not dims]
-    return [(*kept, *(axis for d, axis in enumerate(y.axes) if d not in others_gone or not dims))]
 
 
 @rule("einsum")

@@ -20,7 +20,7 @@ from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
 """Ops that hand on the values that they are given."""
 _LEAST, _LARGEST = ("min", "amin"), ("max", "amax")
-_ABOVE, _BELOW = ("ge", "gt", "greater", "greater_equal"), ("le", "lt", "less", "less_equal")
+_ABOVE, _BELOW = ("ge", "gt"), ("le", "lt")
 
 
 def read_values(reading: ValueGuard) -> list[int]:
@@ -68,7 +68,7 @@ def asked_of_each(graph: ModelGraph, value: int) -> tuple[bool, list[int]] | Non
     if name in ("logical_not", "bitwise_not"):
         inner = asked_of_each(graph, op.inputs[0])
         return None if inner is None else (not inner[0], inner[1])
-    if name in ("logical_and", "bitwise_and", "logical_or", "bitwise_or", "__and__", "__or__") and len(op.inputs) == 2:
+    if name in ("logical_and", "bitwise_and", "logical_or", "bitwise_or") and len(op.inputs) == 2:
         both = [asked_of_each(graph, one) for one in op.inputs]
         answer = "and" in name
         return (answer, [t for one in both if one for t in one[1]]) if _all_say(both, answer) else None

@@ -12,16 +12,11 @@ from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, 
 # ---- the same elements in another shape
 
 
-@rule("view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as", "unsqueeze", "_reshape_alias", "ravel",
-      "reshape_as")  # fmt: skip
+@rule("view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "_reshape_alias")
 def reshaped(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes] | None:
     if args and isinstance(args[0], torch.dtype):
         return [x.axes] if walk.shapes[0] == x.shape else None
-    made = reshape(x.axes, walk.shapes[0], walk.why)
-    if args and isinstance(args[0], Seen):  # view_as
-        for axis, other in zip(made, args[0].axes, strict=True):
-            walk.unify(axis, other)
-    return [tuple(made)]
+    return [tuple(reshape(x.axes, walk.shapes[0], walk.why))]
 
 
 @rule("squeeze")
@@ -68,13 +63,13 @@ def _as_complex(walk: Context, x: Seen) -> list[Axes]:
     return [x.axes[:-1]]
 
 
-@rule("permute", "movedim", "transpose", "t", "numpy_T", "swapaxes", "swapdims", "mT", "mH", "adjoint", "moveaxis")
+@rule("permute", "transpose", "t")
 def permuted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     order = torch.empty((*range(2, 2 + len(x.shape)),), device="meta")
     return [tuple(x.axes[size - 2] for size in getattr(aten, walk.name)(order, *args, **kwargs).shape)]
 
 
-@rule("expand", "broadcast_to")
+@rule("expand")
 def expanded(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     """New and spread dimensions hold the same in every slice: an axis of their own."""
     shape = walk.shapes[0]
@@ -83,32 +78,11 @@ def expanded(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [tuple(axis if old == new else fresh(new) for axis, old, new in zip(padded, sizes, shape, strict=True))]
 
 
-@rule("repeat", "tile")
+@rule("repeat")
 def repeated(walk: Context, x: Seen, repeats: Sequence[int]) -> list[Axes]:
     axes = (*((),) * (len(repeats) - len(x.shape)), *x.axes)
     times = (*(1,) * (len(x.shape) - len(repeats)), *repeats)
     return [tuple((*fresh(many), *axis) for axis, many in zip(axes, times, strict=True))]
-
-
-@rule("repeat_interleave")
-def interleaved(walk: Context, x: Seen, repeats: Any, dim: Any = None, **kwargs: Any) -> list[Axes] | None:
-    if not isinstance(repeats, int) or dim is None:
-        return None
-    d = dim % len(x.shape)
-    return [tuple((*axis, *fresh(repeats)) if i == d else axis for i, axis in enumerate(x.axes))]
-
-
-@rule("meshgrid")
-def _meshgrid(walk: Context, tensors: Sequence[Seen], indexing: str = "ij") -> list[Axes] | None:
-    if indexing != "ij":
-        return None
-    axes = tuple(seen.axes[0] if seen.shape else () for seen in tensors)
-    return [axes] * len(tensors)
-
-
-@rule("broadcast_tensors")
-def _broadcast_tensors(walk: Context, tensors: Sequence[Seen]) -> list[Axes] | None:
-    return [broadcast(walk, [seen.axes for seen in tensors], [seen.shape for seen in tensors])] * len(tensors)
 
 
 # ---- parts and concatenations
@@ -117,14 +91,6 @@ def _broadcast_tensors(walk: Context, tensors: Sequence[Seen]) -> list[Axes] | N
 @rule("slice")
 def _slice(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [_sliced(walk, x, *args, **kwargs)]
-
-
-@rule("narrow")
-def _narrow(walk: Context, x: Seen, dim: int, start: Any, length: int) -> list[Axes] | None:
-    if not isinstance(start, int):
-        return None
-    start %= x.shape[dim]
-    return [_sliced(walk, x, dim, start, start + length)]
 
 
 @rule("select")
@@ -180,7 +146,7 @@ def _sliced(walk: Context, x: Seen, dim: int = 0, start: Any = None, end: Any = 
     return tuple(part if d == dim else other for d, other in enumerate(x.axes))
 
 
-@rule("cat", "concatenate", "concat")
+@rule("cat")
 def _cat(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
     tensors = [seen for seen in tensors if seen.shape != (0,)]
     d = dim % len(tensors[0].shape)
@@ -193,12 +159,6 @@ def _cat(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
     return [tuple(joined if i == d else axis for i, axis in enumerate(first.axes))]
 
 
-@rule("hstack", "vstack", "row_stack")
-def _cat_along(walk: Context, tensors: Sequence[Seen]) -> Any:
-    ndim = min(len(seen.shape) for seen in tensors)
-    return None if ndim < 2 else _cat(walk, tensors, 1 if walk.name == "hstack" else 0)
-
-
 @rule("stack")
 def _stack(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
     """One after the other: a list is not shorter on a rank."""
@@ -207,21 +167,17 @@ def _stack(walk: Context, tensors: Sequence[Seen], dim: int = 0) -> list[Axes]:
     return [(*axes[:d], concatenate([()] * len(tensors)), *axes[d:])]
 
 
-@rule("pad", "constant_pad_nd")
-def _pad(walk: Context, x: Seen, amounts: Sequence[int], mode: Any = "constant", *args: Any) -> list[Axes]:
-    """What comes before and after is whole on every rank; modes other than "constant" repeat elements."""
+@rule("constant_pad_nd")
+def _pad(walk: Context, x: Seen, amounts: Sequence[int], value: float = 0) -> list[Axes]:
+    """What comes before and after is whole on every rank."""
     axes = list(x.axes)
     for index in range(len(amounts) // 2):
         before, after = amounts[2 * index], amounts[2 * index + 1]
         d = len(axes) - 1 - index
-        if before == after == 0:
-            continue
-        if isinstance(mode, str) and mode != "constant":  # `constant_pad_nd` has the constant there
-            walk.block([axes[d]], "padded with its own elements")
-            axes[d] = unshardable(walk, (x.shape[d] + before + after,))[0]
-            continue
-        axis = _sliced(walk, x, d, max(0, -before), x.shape[d] + min(0, after))[d]
-        axes[d] = concatenate([unshardable(walk, (max(0, before),))[0], axis, unshardable(walk, (max(0, after),))[0]])
+        if before or after:
+            axis = _sliced(walk, x, d, max(0, -before), x.shape[d] + min(0, after))[d]
+            around = [unshardable(walk, (max(0, amount),))[0] for amount in (before, after)]
+            axes[d] = concatenate([around[0], axis, around[1]])
     return [tuple(axes)]
 
 
@@ -300,19 +256,6 @@ def _gather(walk: Context, x: Seen, dim: int, index: Seen, **kwargs: Any) -> lis
     walk.block([x.axes[d]], "picked by index")
     _pair_others(walk, x, index, d)
     return [index.axes]
-
-
-@rule("take_along_dim")
-def _take_along(walk: Context, x: Seen, index: Seen, dim: int | None = None) -> list[Axes] | None:
-    """As `gather`, but dimensions of size 1 are spread."""
-    if dim is None or len(x.shape) != len(index.shape):
-        return None
-    d = dim % len(x.shape)
-    walk.block([x.axes[d]], "picked by index")
-    others = broadcast(walk, [_without(x.axes, d), _without(index.axes, d)], [
-        tuple(size for i, size in enumerate(shape) if i != d) for shape in (x.shape, index.shape)
-    ])  # fmt: skip
-    return [(*others[:d], index.axes[d], *others[d:])]
 
 
 @rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
@@ -400,7 +343,7 @@ def constant(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
 RESHAPES = names(reshaped, squeezed)
 WHOLE = names(permuted, expanded)
 """Views that leave every dimension as it is."""
-PARTS = names(_slice, _narrow, _select, _split) | {"tensor_split"}
+PARTS = names(_slice, _select, _split)
 MOVES = WHOLE | PARTS | {"unbind", "unfold", "diagonal"}
 CATS = names(_cat)
-JOINS = CATS | names(_stack, _pad, repeated, interleaved) | {"flip", "roll"}
+JOINS = CATS | names(_stack, _pad, repeated) | {"flip", "roll"}

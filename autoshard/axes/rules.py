@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autoshard.axes.axis import Axis, fresh, make_unshardable, unify
+from autoshard.axes.given import named
 from autoshard.capture.traits import traits_of
 from autoshard.torch_private import OpOverload
 
@@ -63,6 +64,11 @@ class Context:
     blocks: list[tuple[int, Axis]] = field(default_factory=list)
     random_calls: list[tuple[int, int]] = field(default_factory=list)
     _op: int = -1
+    _call: tuple[Any, Sequence[Any], Mapping[str, Any]] = (None, (), {})
+
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of the op by name, with its defaults."""
+        return named(*self._call)
 
     def unify(self, left: Axis, right: Axis) -> None:
         unify(left, right, self.why)
@@ -164,51 +170,21 @@ def broadcast(walk: Context, axes: Sequence[Axes], shapes: Sequence[tuple[int, .
     return tuple(reversed(made))
 
 
-# Most have a tag that says so, and need no entry: aliases of others, writing forms and young ones lack it.
+# Most have a tag that says so, and need no entry: writing forms and some others lack it.
 rule(
-    "__and__", "__iand__", "__ilshift__", "__ior__", "__irshift__", "__ixor__", "__lshift__", "__or__", "__rshift__",
-    "__xor__", "abs_", "absolute", "absolute_", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2",
-    "arctanh", "celu", "clamp", "clamp_max", "clamp_min", "complex", "copysign_", "divide", "divide_", "eq_", "fix",
-    "float_power", "floor_divide", "floor_divide_", "ge_", "gelu_", "greater", "greater_equal", "gt_", "hardswish",
-    "hardswish_", "imag", "isclose", "isreal", "le_", "ldexp", "less", "less_equal", "log_sigmoid", "logical_and",
-    "lt_", "mish_", "multiply", "multiply_", "ne_", "negative", "negative_", "not_equal", "polar", "real", "relu6",
-    "relu6_", "special_erf", "special_erfc", "special_exp2", "special_expit", "special_expm1", "special_log1p",
-    "special_logit", "special_round", "special_sinc", "special_xlogy", "subtract", "subtract_", "threshold_",
-    "true_divide", "true_divide_", "xlogy_", "add", "add_", "mul", "mul_", "sub", "sub_", "div", "div_", "rsub",
-    "copy_", "masked_fill", "masked_fill_", "fill_", "expand_as", "lerp", "lerp_",
+    "__irshift__", "abs_", "complex", "copysign_", "eq_", "floor_divide", "floor_divide_", "ge_", "gelu_", "gt_",
+    "hardswish", "hardswish_", "le_", "log_sigmoid", "lt_", "mish_", "ne_", "polar", "threshold_", "xlogy_", "rsub",
+    "copy_", "masked_fill", "masked_fill_", "fill_", "_prelu_kernel", "where",
 )(pointwise)  # fmt: skip
 
 
-@rule("where")
-def _where(walk: Context, *args: Any) -> list[Axes] | None:
-    """With a condition alone it says where, and how many, are true."""
-    return pointwise(walk, *args) if len(args) > 1 else None
-
-
 @rule(
-    "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
-    "soft_margin_loss", "kl_div", "poisson_nll_loss", "margin_ranking_loss", "hinge_embedding_loss",
+    "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
+    "soft_margin_loss",
 )  # fmt: skip
 def loss_of_elements(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | None:
     """A loss for each element, if it is not summed up to one number."""
     return pointwise(walk, *args, **kwargs) if walk.shapes[0] else None
-
-
-@rule("cosine_embedding_loss", "triplet_margin_loss", "multi_margin_loss", "multilabel_margin_loss")
-def loss_of_rows(walk: Context, *args: Any, **kwargs: Any) -> list[Axes] | None:
-    """A loss for each row of numbers (the last dimension), if it is not summed up to one."""
-    given = [item for item in (*args, *kwargs.values()) if isinstance(item, Seen)]
-    if not walk.shapes[0] or (walk.name == "multi_margin_loss" and len(given) > 2):  # with weights of classes
-        return None
-    rows = len(given[0].shape) - 1
-    walk.block([axis for seen in given for axis in seen.axes[rows:]], "it makes one number")
-    return [broadcast(walk, [seen.axes[:rows] for seen in given], [seen.shape[:rows] for seen in given])]
-
-
-@rule("equal", "allclose")
-def _compared(walk: Context, *args: Any, **kwargs: Any) -> None:
-    """One answer about all elements: a rank that has a part would give another."""
-    return None
 
 
 @rule("isin")
@@ -218,20 +194,9 @@ def _isin(walk: Context, x: Any, wanted: Any, **kwargs: Any) -> list[Axes]:
     return [x.axes if isinstance(x, Seen) else ()]
 
 
-@rule("prelu", "_prelu_kernel")
-def _prelu(walk: Context, x: Seen, weight: Seen) -> list[Axes]:
-    """One slope, or one per channel (dimension 1); the kernel gets it in a shape that broadcasts."""
-    if walk.name == "_prelu_kernel":
-        return pointwise(walk, x, weight)
-    if len(x.shape) > 1 and weight.shape and weight.shape[0] > 1:
-        walk.unify(x.axes[1], weight.axes[0])
-    return [x.axes]
-
-
 @rule(
-    "to", "_to_copy", "alias", "contiguous", "clone", "detach", "detach_", "lift_fresh", "resolve_conj", "resolve_neg",
-    "zeros_like", "ones_like", "full_like", "empty_like", "conj", "_conj", "conj_physical", "zero_",
-    "pin_memory", "positive", "type_as",
+    "to", "_to_copy", "alias", "contiguous", "clone", "detach", "detach_", "lift_fresh", "zeros_like", "ones_like",
+    "full_like", "empty_like", "_conj", "conj_physical", "zero_",
 )  # fmt: skip
 def same(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
     return [x.axes] * len(walk.shapes)
@@ -245,7 +210,7 @@ def dropout(walk: Context, x: Seen, p: float, train: bool) -> list[Axes]:
     return [x.axes]
 
 
-@rule("native_dropout", "alpha_dropout", "alpha_dropout_", "feature_alpha_dropout", "feature_alpha_dropout_")
+@rule("native_dropout", "alpha_dropout", "alpha_dropout_")
 def noise(walk: Context, x: Seen, p: float, train: bool | None) -> list[Axes] | None:
     return None if train in (True, None) and p else [x.axes, x.axes]
 

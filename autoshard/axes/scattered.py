@@ -29,7 +29,7 @@ from autoshard.axes.questions import COPIES
 from autoshard.axes.reshaping import RESHAPES
 from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 
-_SPREADS = frozenset({"expand", "expand_as", "broadcast_to", "clone", *COPIES}) | RESHAPES
+_SPREADS = {"expand", "clone", *COPIES} | RESHAPES
 """Ops that repeat each element as often as any other, and keep their order."""
 _WHOLE = (torch.int32, torch.int64)
 
@@ -123,7 +123,7 @@ def _counted(graph: ModelGraph, value: int) -> tuple[int, Fraction, bool] | None
         if len(source.inputs) != 1:
             return None
         name = name_of(source)
-        if name in ("mul", "multiply"):
+        if name == "mul":
             times = source.node.args[1]
             if type(times) is not int or times < 1:
                 return None

@@ -203,7 +203,7 @@ class Numbering:
                 table = tables[other]
                 if table is not None and not table.any():
                     return self._as_wide(graph, op, given, one)
-        if name in ("expand", "broadcast_to") and not like[0] and self._by_shape:
+        if name == "expand" and not like[0] and self._by_shape:
             return "spread", given[0], shape
         if name == "mul" and len(given) == 2:
             for one, other in ((0, 1), (1, 0)):

@@ -30,9 +30,7 @@ from autoshard.errors import PlanError
 from autoshard.plan.sharding import Action, Cut, Results, result_of
 
 ATTENTION = "scaled_dot_product_attention"
-_SHAPING = frozenset(
-    {"view", "reshape", "_unsafe_view", "expand", "unflatten", "zeros", "ones", "empty", "new_zeros", ATTENTION}
-)
+_SHAPING = frozenset({"view", "reshape", "_unsafe_view", "expand", "zeros", "ones", "empty", "new_zeros", ATTENTION})
 """Ops that may be given sizes: what they make has these. Of attention, whether it is causal is written as a mask."""
 _ENTERING = ("collect", "whole", "copy_to", "divide")
 """Kinds of actions on what ops read."""

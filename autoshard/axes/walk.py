@@ -55,6 +55,7 @@ class AxisWalk(rules.Context):
         """What the rule says; None if it was not written for these arguments."""
         rest = iter(seen)
         args, kwargs = with_tensors(op, lambda node: _with_numbers(next(rest), node))
+        self._call = op.target, args, kwargs
         try:
             return rule(self, *args, **kwargs)
         except (TypeError, ValueError, IndexError, ArithmeticError, AttributeError):

@@ -46,14 +46,6 @@ _FINITE_CHECKS = {
     aten.isposinf.default: False,
     aten.isneginf.default: False,
 }
-_LIKE_ANOTHER: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    aten.expand_as.default: lambda tensor, other: tensor.expand(other.shape),
-    aten.view_as.default: lambda tensor, other: tensor.view(other.shape),
-    aten.reshape_as.default: lambda tensor, other: tensor.reshape(other.shape),
-    aten.type_as.default: lambda tensor, other: tensor.to(other.dtype),
-}
-"""Composite ops that read no values of their second argument; only composite graphs have them."""
-_LIKE_BY_ID = {id(op): like for op, like in _LIKE_ANOTHER.items()}  # ops hash slowly, and they are asked for every op
 Ranks = Literal["all", "first", "last", "all but one"]
 
 FINITE = "floats were assumed to be finite"
@@ -139,8 +131,6 @@ class FakeFloats:
             self.left_out += 1
         elif traits.reads_value:
             return self._answer(func, args)
-        elif id(func) in _LIKE_BY_ID and not self.unknown(args[0]) and args[0].numel() <= REAL_ELEMENTS:
-            return _LIKE_BY_ID[id(func)](*args)
         if traits.view and type(inputs[0]) is torch.Tensor and not inputs[0].is_meta:
             return func(*args, **kwargs)  # a view of tainted memory: shapes only, and it must share the storage
         rule = _RULES_BY_ID.get(id(func))
@@ -404,8 +394,7 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     **dict.fromkeys(_FINITE_CHECKS, _finite),
     **dict.fromkeys((aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar), _compared),
     aten.argmax.default: _argmax,
-    **dict.fromkeys((aten.topk.default, aten.max.dim, aten.min.dim), _ranked),
-    **dict.fromkeys((aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable), _ranked),
+    **dict.fromkeys((aten.topk.default, aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable), _ranked),
     aten.nonzero.default: _nonzero,
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,

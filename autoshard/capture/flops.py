@@ -79,10 +79,6 @@ def _recurrent_layers(x: torch.Tensor, *args: Any, out_val: Any, **options: Any)
     return _rows_by_matrices(x, [arg for arg in args if isinstance(arg, (list, tuple))][-1])
 
 
-def _cell(x: torch.Tensor, state: Any, *weights: Any, out_val: Any, **options: Any) -> int:
-    return _rows_by_matrices(x, weights)
-
-
 def _encoder(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
     """A whole encoder layer or attention: every row meets every matrix, and every other row twice."""
     if x.is_nested:
@@ -96,7 +92,6 @@ COMPOSITE_FLOPS: dict[Any, Callable[..., int]] = {
     aten.einsum: _einsum,
     aten.scaled_dot_product_attention: _attention,
     **dict.fromkeys((aten.lstm, aten.gru, aten.rnn_tanh, aten.rnn_relu), _recurrent_layers),
-    **dict.fromkeys((aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell), _cell),
     **dict.fromkeys((aten.conv1d, aten.conv2d, aten.conv3d), _convolution),
     **dict.fromkeys((aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d), _transposed),
 }

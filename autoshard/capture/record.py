@@ -56,7 +56,7 @@ class Recorder(DispatchMode):
         device_source: what `Op.device_source` of a factory called now would be; kept by `sources.DeviceSources`.
         moving: the op that comes next stands for a move to `device_source`; kept by the same.
         busy: an op is being run; what reads devices now is not the model.
-        composite: composite ops come whole; the paths of arguments and outputs of modules are kept.
+        composite: composite ops come whole, those of `traits.WHOLE`; the paths of arguments and outputs are kept.
         state: values of the state that the last step of a generation returned.
         unpacked: address of the tensor that autograd just got back from a saved-tensor hook.
         call_log: set if calls and readings are noted, too.
@@ -103,6 +103,9 @@ class Recorder(DispatchMode):
             return func(*args, **kwargs)
         if any(map(is_packed_type, types)) and any(map(is_packed, tensors_of(args, kwargs))):
             return NotImplemented  # it takes the op apart, and the ops on what is behind the face come here
+        if self.composite and op.traits.in_parts:
+            with self:
+                return run_composite(func, args, kwargs)
         busy, self.busy = self.busy, True
         try:
             return self._run(op, args, kwargs)

@@ -8,14 +8,23 @@ import torch
 
 from autoshard.common.schemas import schema_of
 from autoshard.errors import CaptureError
+from autoshard.torch_private import is_composite
 
 aten = torch.ops.aten
 
 # Kernels that write arguments which their schemas do not mark, while `training` (argument 5) is true.
-_UNMARKED_WRITES = dict.fromkeys(
-    (aten.native_batch_norm.default, aten.batch_norm.default, aten.instance_norm.default), (3, 4)
-)
+_UNMARKED_WRITES = dict.fromkeys((aten.native_batch_norm.default, aten.batch_norm.default), (3, 4))
 _READS_VALUE = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.equal.default}
+WHOLE = frozenset({
+    "linear", "matmul", "einsum", "bilinear", "cdist", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d",
+    "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu", "max_pool1d",
+    "layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "batch_norm", "softmax", "log_softmax", "log_sigmoid",
+    "dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_",
+    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "reshape", "flatten", "contiguous", "to", "one_hot", "stft",
+    "istft", "split", "chunk", "unsafe_chunk", "embedding_bag", "grid_sampler", "_weight_norm",
+    "where.Scalar", "where.ScalarSelf", "where.ScalarOther",
+})  # fmt: skip
+"""Composite ops that composite graphs have as one: a rule says more of them than of their parts."""
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")
 
 
@@ -34,6 +43,7 @@ class Traits:
         reads_value: gives Python a number or a bool out of a tensor.
         lift: hands a fresh constant to the dispatcher; nothing is computed.
         prim: no op, but a question of torch's own about a tensor.
+        in_parts: also composite graphs have the ops that it is made of in its place.
     """
 
     op: Any
@@ -46,6 +56,7 @@ class Traits:
     reads_value: bool
     lift: bool
     prim: bool
+    in_parts: bool
 
 
 @cache
@@ -88,7 +99,14 @@ def traits_of(func: Any) -> Traits:
         reads_value=func in _READS_VALUE,
         lift=name in ("lift_fresh", "lift_fresh_copy", "lift"),
         prim=func.namespace == "prim",
+        in_parts=_in_parts(func, schema, name),
     )
+
+
+def _in_parts(func: Any, schema: Any, name: str) -> bool:
+    whole = name in WHOLE or f"{name}.{schema.overload_name}" in WHOLE or torch.Tag.pointwise in func.tags
+    makes_tensors = any("Tensor" in str(result.type) for result in schema.returns)
+    return makes_tensors and not whole and is_composite(func)
 
 
 def written_by(traits: Traits, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor]:

@@ -81,7 +81,7 @@ def _repeats(graph: ModelGraph, rows: int) -> set[int]:
     """The ops that repeat what is the same for all rows, once for each: one row alone does without."""
     found = set()
     for op in graph.ops:
-        if name_of(op) in ("expand", "expand_as", "broadcast_to"):
+        if name_of(op) == "expand":
             before, after = (graph.values[value].shape for value in (op.inputs[0], op.outputs[0]))
             longer = [sizes for sizes in zip(before, after, strict=False) if sizes[0] != sizes[1]]
             if len(before) == len(after) and all(sizes == (1, rows) for sizes in longer):

@@ -28,16 +28,15 @@ from autoshard.plan.sharding import DROPOUTS, kept
 
 SIZES: dict[str, tuple[str, ...]] = {
     "view": ("size",), "reshape": ("shape",), "_unsafe_view": ("size",), "_reshape_alias": ("size", "stride"),
-    "unflatten": ("sizes",), "expand": ("size",), "broadcast_to": ("size",), "repeat": ("repeats",), "tile": ("dims",),
-    "repeat_interleave": ("repeats", "output_size"), "zeros": ("size",), "ones": ("size",), "full": ("size",),
-    "empty": ("size",), "new_zeros": ("size",), "new_ones": ("size",), "new_full": ("size",), "new_empty": ("size",),
-    "conv1d": ("groups",), "conv2d": ("groups",), "conv3d": ("groups",), "conv_transpose1d": ("groups",),
-    "conv_transpose2d": ("groups",), "conv_transpose3d": ("groups",),
+    "expand": ("size",), "repeat": ("repeats",), "zeros": ("size",),
+    "ones": ("size",), "full": ("size",), "empty": ("size",), "new_zeros": ("size",), "new_ones": ("size",),
+    "new_full": ("size",), "new_empty": ("size",), "conv1d": ("groups",), "conv2d": ("groups",), "conv3d": ("groups",),
+    "conv_transpose1d": ("groups",), "conv_transpose2d": ("groups",), "conv_transpose3d": ("groups",),
 }  # fmt: skip
 """Arguments that may be smaller on a rank: the shapes of what the op reads and makes tell what they have to be."""
 _ALL_BUT_THE_DIMENSION = frozenset({"split", "split_with_sizes", "unsafe_split"})
 """Ops whose parts come one after the other: how long each is tells where it begins."""
-_PLACES = frozenset({"slice", "select", "narrow"})
+_PLACES = frozenset({"slice", "select"})
 """Ops whose numbers are places along a dimension: those that the rank keeps must be the same ones."""
 _SKIPPED = "contiguous"
 """What torch does not call where there is nothing to do, which depends on sizes of 1."""
@@ -374,15 +373,11 @@ def _together(item: Any) -> Any:
 
 
 def _places(arguments: Mapping[str, Any], size: int) -> slice:
-    """The part of a dimension that `slice`, `select` or `narrow` takes."""
+    """The part of a dimension that `slice` or `select` takes."""
     if "index" in arguments:
         index = arguments["index"] % size
         return slice(index, index + 1)
-    begin, end = arguments["start"], arguments.get("end")
-    if "length" in arguments:
-        begin %= size
-        end = begin + arguments["length"]
-    return slice(begin, end, arguments.get("step", 1))
+    return slice(arguments["start"], arguments["end"], arguments["step"])
 
 
 def _contents(graph: ModelGraph) -> dict[int, torch.Tensor]:

@@ -16,7 +16,7 @@ from autoshard.capture.call_log import LoggedCall, Ref
 from autoshard.capture.graph import ModelGraph, Op, name_of
 from autoshard.nested import leaves_in
 
-PRODUCTS = frozenset({"mul", "mul_", "multiply", "matmul", "mm", "bmm", "mv", "einsum", "linear"})
+PRODUCTS = frozenset({"mul", "mul_", "matmul", "mm", "bmm", "mv", "einsum", "linear"})
 """Linear in each tensor, if it is in one."""
 
 
@@ -64,7 +64,7 @@ def _is_linear(op: Op, count: int, first: bool) -> bool:
     name, arguments = name_of(op), arguments_of(op)
     if name in ("add", "add_", "sub", "sub_"):
         return count == len(op.inputs) == 2
-    if name in ("div", "div_", "divide"):
+    if name in ("div", "div_"):
         return first and count == 1 and not arguments.get("rounding_mode")
     if name in ("masked_fill", "masked_fill_"):
         return first and count == 1 and arguments["value"] == 0

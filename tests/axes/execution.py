@@ -11,8 +11,9 @@ from autoshard.axes.axis import Axis, Factor, covers, describe, factors_of, time
 from autoshard.axes.rules import RULES, Contraction
 from autoshard.axes.walk import AxisWalk
 from autoshard.capture.graph import Op
-from autoshard.capture.traits import tensors_of
+from autoshard.capture.traits import tensors_of, traits_of
 from autoshard.plan.sharding import even_shares, kept
+from autoshard.torch_private import run_composite
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -36,11 +37,16 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if traits_of(func).in_parts:
+            with self:
+                return run_composite(func, args, kwargs)
         known = len(self.tensors)
         inputs = tuple(map(self.index, tensors_of(args, kwargs)))
         self.constants.update(range(known, len(self.tensors)))
         result = func(*args, **kwargs)
         outputs = tuple(map(self.index, tensors_of((result,), {})))
+        if not outputs and not isinstance(result, bool):  # torch's own question, or a check of what it was given
+            return result
         node = self.graph.call_function(func, self._nodes(args), {k: self._nodes([v])[0] for k, v in kwargs.items()})
         self.ops.append(
             Op(index=len(self.ops), target=func, call=0, inputs=inputs, outputs=outputs, node=node),

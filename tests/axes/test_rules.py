@@ -68,10 +68,16 @@ def elementwise_ops():
         for overload in packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ():
             op = getattr(packet, overload)
             kinds = [str(argument.type) for argument in op._schema.arguments if not argument.has_default_value()]
-            rule = RULES.get(packet)
-            known = rule is rules.pointwise or (rule is None and traits_of(op).pointwise)
-            if known and kinds[:1] == ["Tensor"] and not overload.endswith(("out", "grad_input")):
-                yield op, kinds
+            makes = [str(result.type) for result in op._schema.returns]
+            if (
+                kinds[:1] == ["Tensor"]
+                and "Tensor" in makes
+                and not overload.endswith(("out", "grad_input", "hacked_twin"))
+                and overload != "a"
+            ):
+                rule = RULES.get(packet)
+                if rule is rules.pointwise or (rule is None and traits_of(op).pointwise):
+                    yield op, kinds
 
 
 def test_elementwise_ops_are():
@@ -80,7 +86,7 @@ def test_elementwise_ops_are():
     done = 0
     for op, kinds in elementwise_ops():
         tensors = [shape for shape, kind in zip(shapes, kinds, strict=False) if "Tensor" in kind]
-        if "backward" in op.name() or "expand_as" in op.name():
+        if "backward" in op.name():
             tensors = [(3, 4)] * len(tensors)
         rest = [{"Scalar": 2, "number": 2, "int": 1, "float": 0.5, "bool": False}.get(kind) for kind in kinds]
 

@@ -208,7 +208,10 @@ def test_a_wrong_axis_is_found():
 
 def test_what_can_not_be_followed_says_so():
     _, found, _ = analysed(nn.GRUCell(24, 24), X[0])
-    assert {row.reason for row in found.unshardable} == {"gru_cell in the model itself: it is multiplied by a matrix"}
+    reasons = {row.reason for row in found.unshardable}
+    assert reasons == {
+        "linear in the model itself sums inside of gru_cell", "a tensor of the inputs would be cut twice"
+    }  # fmt: skip
 
 
 class GivesWeight(Stack):

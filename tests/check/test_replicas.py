@@ -54,9 +54,6 @@ PUT_TOGETHER = {
     "shares of classes": lambda net, x, a, b: F.cross_entropy(x.flatten(0, 1), x.detach().flatten(0, 1).softmax(-1)),
     "distances": lambda net, x, a, b: F.triplet_margin_loss(x[:, 0], x[:, 1], x.flip(-1)[:, 0], swap=True),
     "angles": lambda net, x, a, b: F.cosine_embedding_loss(x[:, 0], x[:, 1], 2 * (a[:, 0] > b[:, 0]).float() - 1),
-    "margins": lambda net, x, a, b: (
-        F.multi_margin_loss(x[:, 0], a[:, 0]) + F.multilabel_margin_loss(x[:, 0], x[:, 1].argsort())
-    ),
 }
 MIXED = {
     "a root of a mean": lambda net, x, a, b: F.mse_loss(x, x.detach() + 1).sqrt(),
@@ -89,6 +86,11 @@ def test_a_replica_has_a_loss_of_its_own(name):
 @pytest.mark.parametrize("name", PUT_TOGETHER)
 def test_losses_that_are_put_together(name):
     assert reasons(PUT_TOGETHER[name]) == ("", "")
+
+
+def test_a_loss_without_a_rule_is_named():
+    replicas, _ = reasons(lambda net, x, a, b: F.multi_margin_loss(x[:, 0], a[:, 0]))
+    assert "no rule says what multi_margin_loss does" in replicas
 
 
 @pytest.mark.parametrize("name", MIXED)
