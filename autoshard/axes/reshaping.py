@@ -341,9 +341,7 @@ def constant(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
 # ---- kinds of ops
 
 RESHAPES = names(reshaped, squeezed)
-WHOLE = names(permuted, expanded)
-"""Views that leave every dimension as it is."""
 PARTS = names(_slice, _select, _split)
-MOVES = WHOLE | PARTS | {"unbind", "unfold", "diagonal"}
+MOVES = PARTS | names(permuted, expanded) | {"unbind", "unfold", "diagonal"}
 CATS = names(_cat)
 JOINS = CATS | names(_stack, _pad, repeated) | {"flip", "roll"}

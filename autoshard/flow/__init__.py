@@ -2,6 +2,6 @@
 
 from autoshard.flow.data import HOST_NAME, INPUTS, OUTPUTS, Buffers, Copy, Flow
 from autoshard.flow.objects import producer_of
-from autoshard.flow.placed import flow
+from autoshard.flow.walk import flow
 
 __all__ = ["HOST_NAME", "INPUTS", "OUTPUTS", "Buffers", "Copy", "Flow", "flow", "producer_of"]

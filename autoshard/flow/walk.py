@@ -9,18 +9,31 @@ them:
     the call returns                  its view goes
 """
 
+from collections.abc import Mapping
+
 import torch
 
 from autoshard.capture.graph import HOST, UNKNOWN, Call, Function, ModelGraph, Op, Save
+from autoshard.capture.latest import Latest
 from autoshard.common.module_paths import above
 from autoshard.common.schemas import name_of_op
 from autoshard.flow.data import Flow
 from autoshard.flow.gradients import Gradients, Walked
 from autoshard.flow.objects import HOST_DEVICE, Objects, buffer_deaths, columns
 from autoshard.flow.views import Views
-from autoshard.plan.placement import ExecutionDevices
+from autoshard.plan.placement import ExecutionDevices, resolve_execution_devices, tensor_devices
 
 _LOOK_UP = torch.ops.aten.embedding.default
+_LATEST = Latest[Flow]()
+"""A plan is looked at several times in a row: when it is checked, priced among others, and shown."""
+
+
+def flow(graph: ModelGraph, placements: Mapping[str, str]) -> Flow:
+    """Walk the recorded run under a placement and say where every op runs, what is copied and what is live when.
+
+    Follows the runtime op for op. Raises `PlanError` if a parameter or buffer has no entry in `placements`.
+    """
+    return _LATEST.of(graph, tuple(placements.items()), lambda: FlowWalk(graph, placements).run())
 
 
 class FlowWalk(Walked):
@@ -30,15 +43,14 @@ class FlowWalk(Walked):
         mixed_device, written_back: as in `Flow`, ordered sets.
     """
 
-    def __init__(
-        self,
-        graph: ModelGraph,
-        execution_devices: ExecutionDevices,
-        tensor_device: dict[str, str],
-        devices: tuple[str, ...],
-    ) -> None:
-        super().__init__(graph, Objects(graph, devices or (execution_devices.devices[""],)))
-        self.execution_devices, self.tensor_device = execution_devices, tensor_device
+    def __init__(self, graph: ModelGraph, placements: Mapping[str, str]) -> None:
+        names, paths = [tensor.name for tensor in graph.tensors], [module.path for module in graph.modules]
+        uncallable = [module.path for module in graph.modules if not module.callable]
+        execution_devices = resolve_execution_devices(placements, paths, names, uncallable)
+        devices = tuple(dict.fromkeys(placements.values())) or (execution_devices.devices[""],)
+        super().__init__(graph, Objects(graph, devices))
+        self.execution_devices = execution_devices
+        self.tensor_device = tensor_devices(execution_devices, graph.tied())
         self.device_index = {name: i for i, name in enumerate(self.objects.devices)}
         hooked = [
             *execution_devices.hooked,

@@ -107,7 +107,6 @@ VIEWS = [
     ),
     ("ab->a(cb)", lambda x, out: x.tile([out[0][1] // x.shape[1]]), (2, 3), [(2, 6)]),
     ("abc->a(bd)c", lambda x, out: x.repeat_interleave(out[0][1] // x.shape[1], 1), (2, 3, 4), [(2, 6, 4)]),
-    ("ab->(abc)", lambda x: x.repeat_interleave(2), (2, 3)),
     (".a->.a", lambda x: torch.repeat_interleave(x, torch.tensor([1, 2]), 0), (2, 3)),
     ("a,b->ab", lambda x, y: sum(torch.meshgrid(x, y, indexing="ij")), (2,), (3,)),
     ("a,b->ba", lambda x, y: sum(torch.meshgrid(x, y, indexing="xy")), (2,), (3,)),
