@@ -12,6 +12,7 @@ of. At the end of each forward they compare which blocks they gathered.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,21 +107,28 @@ def shard(
     used.handles += [
         *means.watch(), model.register_forward_hook(means), model.register_forward_hook(order),
         model.register_forward_pre_hook(means.check_finished, prepend=True), model.register_forward_hook(_let_go),
-        *(one.register_load_state_dict_pre_hook(_take_parts) for one in model.modules()),
+        *_let_load_whole(replaced[len(scalars) :]),
         *refuse_replacements(model),
     ]  # fmt: skip
     used.follow_steps()
     return used
 
 
-def _take_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _let_load_whole(replaced: Sequence[Replaced]) -> list[Any]:
+    """Let modules load tensors that are whole, also while they are gathered; returns handles."""
+    tables: dict[nn.Module, dict[str, Any]] = {}
+    for module, name in (place for one in replaced for place in one.places):
+        tables.setdefault(module, {})[name] = getattr(module, name)
+    return [one.register_load_state_dict_pre_hook(partial(_take_parts, table)) for one, table in tables.items()]
+
+
+def _take_parts(own: dict[str, Any], module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Hook before a state is loaded: of tensors that are whole, the same on all ranks, a rank takes its part."""
-    for name, mine in module.named_parameters(prefix=prefix.removesuffix("."), recurse=False, remove_duplicate=False):
-        value = state.get(name)
-        if isinstance(value, torch.Tensor) and is_sharded(mine) and not is_sharded(value) and value.shape == mine.shape:
-            sharded: Any = mine
+    for name, mine in own.items():
+        value = state.get(prefix + name)
+        if isinstance(value, torch.Tensor) and not is_sharded(value) and value.shape == mine.shape:
             whole: Any = alike_on(mine, value.detach().to(mine.device))
-            state[name] = whole.redistribute(placements=sharded.placements)
+            state[prefix + name] = whole.redistribute(placements=mine.placements)
 
 
 def _let_go(model: Any, args: Any, output: Any) -> None:

@@ -52,9 +52,11 @@ class Used:
         self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
         self.seen: set[int] = set()
         self.memory = [_memory_of(one) for one in self.parameters]
+        self.told: dict[int, int] = {}  # versions of parameters of which was said that they were assigned to
         self.handles: list[Any] = [
-            before_block(model, self.check_assigned), model.register_state_dict_pre_hook(self.check_assigned)
-        ]  # fmt: skip
+            before_block(model, self.check_assigned, first=True),
+            model.register_state_dict_pre_hook(self.check_assigned),
+        ]
         self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
@@ -76,21 +78,29 @@ class Used:
             handle.remove()
         _followed[:] = [one for one in _followed if one() is not self]
 
-    def check_assigned(self, *_: Any) -> None:
+    def check_assigned(self, *hooked: Any) -> None:
         """Raise `ApplyError` if something was assigned to `.data` of a parameter: a DTensor goes on with its own part.
 
-        Conversions of the model (`to`, `half`) change the part, too.
+        Conversions of the model (`to`, `half`) change the part, too. What is written into it afterwards is not lost.
         """
+        if hooked[2:] == (True,):  # `keep_vars`, as what loads a state asks: it may be what was advised
+            return
+        assigned: list[int] = []
         for index, (parameter, (before, part_before)) in enumerate(zip(self.parameters, self.memory, strict=True)):
             now, part = _memory_of(parameter)
-            if now is not before and part is part_before:
-                module, name = self.places[index]
-                raise ApplyError(
-                    f"{name} ({type(module).__name__}) was assigned to (parameter.data = …), which changes nothing of "
-                    "a parameter that is sharded. Write into it: parameter.copy_(…) inside of torch.no_grad(), or "
-                    "model.load_state_dict(…)."
-                )
+            version = torch_private.version_of(parameter)
+            if now is not before and part is part_before and self.told.setdefault(index, version) == version:
+                assigned.append(index)
+                continue
+            self.told.pop(index, None)
             self.memory[index] = now, part
+        if assigned:
+            module, name = self.places[assigned[0]]
+            raise ApplyError(
+                f"{name} ({type(module).__name__}) was assigned to (parameter.data = …), which changes nothing of "
+                "a parameter that is sharded. Write into it: parameter.copy_(…) inside of torch.no_grad(), or "
+                "model.load_state_dict(…)."
+            )
 
     def take_parts(self, optimizer: torch.optim.Optimizer) -> None:
         """Let state of whole parameters, as one device saved and all ranks loaded it, become that of a rank's parts.
@@ -150,12 +160,12 @@ def by_block(model: nn.Module, owners: Sequence[nn.Module]) -> Iterator[tuple[nn
         yield block, [index for module in block.modules() for index in of_module.pop(module, [])]
 
 
-def before_block(block: nn.Module, hook: Callable[[nn.Module, tuple], None]) -> RemovableHandle:
-    """Run a hook, which hangs others on gathered parameters, before each forward of a block.
+def before_block(block: nn.Module, hook: Callable[[nn.Module, tuple], None], first: bool = False) -> RemovableHandle:
+    """Run a hook, which hangs others on gathered parameters, before each forward of a block; `first`: not yet gathered.
 
     Not traced by torch.compile, which would find none of them on a parameter in any call, and put on one more.
     """
-    return block.register_forward_pre_hook(torch.compiler.disable(hook))
+    return block.register_forward_pre_hook(torch.compiler.disable(hook), prepend=first)
 
 
 class _Note:

@@ -56,7 +56,7 @@ def loops(plan):
     embedding.data = before.clone()  # as averages of parameters are put in their place
     calls = (model.state_dict, functools.partial(model, ids, labels=ids), functools.partial(autoshard.remove, model))
     found["assigned"] = [error_of(one) for one in calls]
-    embedding.data = before
+    model.load_state_dict(whole)  # as the error says, which is not said again
     replaced = (model.embed, "weight", nn.Parameter(torch.zeros(embedding.shape))), (model, "head", nn.Linear(32, 48))
     found["replaced"] = [error_of(setattr, *one) for one in replaced]
     model.layers[2].o = nn.Sequential(model.layers[2].o)
@@ -79,6 +79,7 @@ def resumed(model, single, ids):
     """How far a step is from that of one process whose optimizer's state was loaded, or why it can't be."""
     optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01, eps=1e-6) for one in (single, model)]
     optimizers[0].step()
+    model(ids, labels=ids)  # what is outside of layers is gathered, and no backward lets it go
     model.load_state_dict(single.state_dict())
     optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     for one, rows, optimizer in zip((single, model), (samples(), ids), optimizers, strict=True):
