@@ -134,7 +134,7 @@ def largest(
 
     `inputs`: None for a Hugging Face model, else a function of `batch_size` or `sequence_length` that makes them.
     `settings` are those of `plan`. Every size that is tried is profiled and planned; the plan's workload says which one
-    it is, and one more does not fit. Raises what `plan()` raises for the first size: that of `workload`, or 1.
+    it is, and the next one does not fit. Raises what `plan()` raises for the first size: that of `workload`, or 1.
     """
     if inputs is not None and not callable(inputs):
         raise SpecError(f"inputs of one size can't grow: give a function of {vary} that makes them.")

@@ -93,7 +93,7 @@ def search(task: SearchTask) -> Searched:
     for one in _tried(task):
         count += 1
         if isinstance(one, RecipeEstimate) and one.fits:
-            key = tuple(one.recipe.mesh.values())
+            key = (*one.recipe.mesh.values(), one.recipe.stages_per_rank)
             if key not in rows or one.value(task.goal) < rows[key].value(task.goal):
                 rows[key] = one
         elif nearest is None or one.memory.reserved < nearest.memory.reserved:
@@ -101,13 +101,13 @@ def search(task: SearchTask) -> Searched:
     if not rows and nearest is None and task.training:
         nearest = min(_tried(replace(task, leanest=True)), key=lambda one: one.memory.reserved, default=None)
     closest = price_prepared(nearest) if isinstance(nearest, Step) else nearest
-    ranking = sorted(rows.values(), key=lambda one: one.value(task.goal))
-    if not ranking:
+    if not rows:
         return Searched(best=None, ranking=(), closest=closest, priced=count)
+    found = list(rows.values())
     if task.training and task.goal != "memory":
-        near = [one for one in ranking if one.seconds <= WORTH_KEEPING * ranking[0].seconds]
-        changed = (_balancing(task, one) if one.recipe.pp > 1 else _keeping(task, one) for one in near)
-        ranking = sorted((*changed, *ranking[len(near) :]), key=lambda one: one.seconds)
+        longest = WORTH_KEEPING * min(one.seconds for one in found)
+        found = [_changed(task, one) if one.seconds <= longest else one for one in found]
+    ranking = _best_of_meshes(found, task.goal)
     able = [one for one in ranking if is_run(task, one.recipe)] or ranking
     if task.given.named:
         able = [one for one in able if one.recipe.devices > 1] or able
@@ -115,6 +115,19 @@ def search(task: SearchTask) -> Searched:
         able = [one for one in able if one.recipe.fsdp > 1] or able  # whole replicas are ddp
     good = [one for one in able if one.value(task.goal) <= able[0].value(task.goal) * AS_GOOD]
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
+
+
+def _best_of_meshes(found: Iterable[RecipeEstimate], goal: Objective) -> list[RecipeEstimate]:
+    """The best recipe of every mesh, best first."""
+    best: dict[tuple[int, ...], RecipeEstimate] = {}
+    for one in sorted(found, key=lambda one: one.value(goal)):
+        best.setdefault(tuple(one.recipe.mesh.values()), one)
+    return list(best.values())
+
+
+def _changed(task: SearchTask, one: RecipeEstimate) -> RecipeEstimate:
+    """The same recipe with other stages, or with fewer layers recomputed, where that is faster."""
+    return _balancing(task, one) if one.recipe.pp > 1 else _keeping(task, one)
 
 
 def is_run(task: SearchTask, recipe: Recipe) -> bool:

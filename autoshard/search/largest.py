@@ -8,6 +8,7 @@ middle of what is left. The answer fits and the next size does not: both were tr
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import gcd
 from typing import Generic, TypeVar
 
 from autoshard.cluster.cluster import Cluster
@@ -18,22 +19,27 @@ from autoshard.search.choose import Chosen
 
 Made = TypeVar("Made")
 MOST = 2**30
+EVEN_TOKENS = 128
+"""A sequence that is looked for is a multiple of it, if the one to begin with is."""
 _GROWTH = 16
 """Most by which a size grows from one trial to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest(Generic[Made]):
-    """The largest size that fits, what was made for it, and all trials: (size, part of memory used, None: no)."""
+    """The largest multiple of `step` that fits, what was made for it, and all trials: (size, part of memory used, None:
+    no)."""
 
     size: int
     made: Made
     trials: tuple[tuple[int, float | None], ...]
+    step: int = 1
 
-    def reason(self, vary: str) -> str:
-        """What a plan of this size says of it; `vary`: "batch_size" or "sequence_length"."""
+    def reason(self, vary: str, in_parts: str = "") -> str:
+        """What a plan of this size says of it; `vary`: "batch_size" or "sequence_length"; `in_parts`: computed how."""
         what, count = vary.replace("_", " "), len(self.trials)
-        return f"{what} {self.size} is the largest that fits: of {count} that were tried no larger one did"
+        largest = f"largest multiple of {self.step}" if self.step > 1 else "largest"
+        return f"{what} {self.size} is the {largest} that fits{in_parts}: of {count} that were tried no larger one did"
 
 
 def largest(
@@ -71,7 +77,7 @@ def largest(
             high = count
     if trials[-1][0] != low * step:  # callers keep what was measured last
         made, _ = make(low * step)
-    return Largest(size=low * step, made=made, trials=tuple(trials))
+    return Largest(size=low * step, made=made, trials=tuple(trials), step=step)
 
 
 def _where_full(fits: dict[int, float]) -> int:
@@ -95,8 +101,11 @@ def largest_chosen(
     batch = vary == "batch_size"
     # a step of training with several micro-batches has no largest batch: one per replica unless more are asked for
     count = num_microbatches or (1 if batch and workload.training else None)
-    step = (len(cluster.devices) if workload.training else 1) * (num_microbatches or 1) if batch else 1
-    start = max(1, -(-(getattr(workload, vary) or (1 if batch else 512)) // step)) * step
+    begin = getattr(workload, vary) or (1 if batch else 512)
+    step = (len(cluster.devices) if workload.training else 1) * (num_microbatches or 1)
+    if not batch:  # ranks that share a sequence take equal parts of it
+        step = gcd(begin, EVEN_TOKENS)
+    start = max(1, -(-begin // step)) * step
 
     def at(size: int) -> tuple[Made, Chosen | None]:
         asked = replace(workload, **{vary: size, "assumed": False})  # type: ignore[arg-type]
@@ -117,7 +126,8 @@ def largest_chosen(
     found = largest(make, start=start, step=step, tried=tried)
     other, chosen = at(found.size)
     assert chosen is not None
-    reasons = (*chosen.plan.reasons[:-1], found.reason(vary), chosen.plan.reasons[-1])
+    in_parts = "" if count is None else " in 1 micro-batch" if count == 1 else f" in {count} micro-batches"
+    reasons = (*chosen.plan.reasons[:-1], found.reason(vary, in_parts), chosen.plan.reasons[-1])
     return other, replace(chosen, plan=replace(chosen.plan, reasons=reasons))
 
 

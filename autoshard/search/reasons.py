@@ -181,7 +181,7 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
         f"the {format_bytes(task.card.memory_bytes)} that may be used"
     )
     why = task.limits.why_not and f" {task.limits.why_not[0].upper()}{task.limits.why_not[1:]}"
-    return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task)}{why}"
+    return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task, closest)}{why}"
 
 
 def _of_the_loss(closest: RecipeEstimate, lacking: float) -> str:
@@ -202,8 +202,8 @@ def _how(task: SearchTask, recipe: Recipe, before: str) -> str:
     return f"{before} micro-batches of {recipe.micro_batch}, recomputation {recipe.recompute}"
 
 
-def remedy(task: SearchTask) -> str:
-    """The first change that makes it fit, tried with the same search."""
+def remedy(task: SearchTask, closest: RecipeEstimate | None = None) -> str:
+    """The first change that makes it fit, tried with the same search; `closest`: the recipe that lacks least."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []
     if task.training and any(block.cuts_loss or block.divides_loss for block in task.work.blocks):
@@ -231,4 +231,5 @@ def remedy(task: SearchTask) -> str:
             if found.closest.memory.used > NO_LESS * least:
                 break  # more devices do not help
             least = found.closest.memory.used
-    return "Use shorter sequences, a smaller batch, or larger devices."
+    alone = closest is not None and closest.recipe.micro_batch == 1  # samples are computed one by one already
+    return f"Use shorter sequences{'' if alone else ', a smaller batch,'} or larger devices."

@@ -71,14 +71,27 @@ def test_largest_batch_over_processes():
         model, "8xA100-40GB", inputs=inputs, workload=Workload(mode="training"), strategy="fsdp", **recipe
     )
     size = plan.workload.batch_size
-    assert (
-        plan.mesh.fsdp == 8
-        and size % 8 == 0
-        and any(f"batch size {size} is the largest" in why for why in plan.reasons)
-    )
+    said = f"batch size {size} is the largest multiple of 8 that fits in 1 micro-batch"
+    assert plan.mesh.fsdp == 8 and size % 8 == 0 and any(said in why for why in plan.reasons)
     with pytest.raises(PlanError):
         autoshard.plan(model, "8xA100-40GB", inputs=inputs(2), num_microbatches=1, **recipe,
                        workload=Workload(mode="training", batch_size=size + 8))  # fmt: skip
+
+
+def test_the_longest_sequence_can_be_divided():
+    """Ranks that share a sequence take equal parts, so lengths between these would be refused."""
+    with torch.device("meta"):
+        model = Decoder(layers=2).to(torch.bfloat16)
+
+    def inputs(sequence_length):
+        ids = torch.zeros(1, sequence_length, dtype=torch.long)
+        return {"ids": ids, "labels": ids}
+
+    workload = Workload(mode="training", batch_size=1)
+    plan = autoshard.largest(model, "4x16GiB", "sequence_length", inputs=inputs, workload=workload, mesh="cp=4")
+    size = plan.workload.sequence_length
+    assert size % 128 == 0 and size > 512
+    assert any(f"sequence length {size} is the largest multiple of 128 that fits: of" in why for why in plan.reasons)
 
 
 def test_inputs_that_can_not_grow():

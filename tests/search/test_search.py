@@ -51,6 +51,20 @@ def test_more_devices_or_memory_never_make_it_worse(devices, width, samples):
     assert seconds[1] <= seconds[0] * (1 + 1e-9)
 
 
+def test_more_memory_is_no_worse_where_stages_are_unlike():
+    """With more memory, stages of equally many layers may be best as they are, and others once the head is weighed."""
+    with torch.device("meta"):
+        model = Decoder(2048, 32, 16, 262_144).to(torch.bfloat16)
+    ids = torch.zeros(2, 2048, dtype=torch.long)
+    work = trace(model, {"ids": ids, "labels": ids}, Workload(batch_size=64, sequence_length=2048, mode="training"))
+    few = make_task(work, parse_devices("7xA100-80GB"), Asked(mesh={"pp": 7}))
+    seconds = [
+        min(one.seconds for one in search(replace(few, card=replace(few.card, memory_bytes=size << 30))).ranking)
+        for size in range(24, 160, 8)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+
+
 def test_examples_of_one_sample_say_as_much_as_those_of_two():
     """A model that takes a number for all samples, beside them."""
 
@@ -355,6 +369,17 @@ def test_what_no_devices_have_room_for_is_refused_with_what_processes_lack():
     tight = devices.with_memory({device.name: 700 << 10 for device in devices.devices})
     with pytest.raises(PlanError, match="no recipe fits: the closest"):
         autoshard.plan(model, tight, inputs=torch.ones(2, 256))
+
+
+def test_a_smaller_batch_is_named_only_where_samples_are_computed_together():
+    """A batch of which one sample at a time has no room has none either where it has fewer samples."""
+    for samples, why_not, together in ((1, "", 1), (8, "", 1), (8, "rows meet", 8)):
+        task = task_on("1xT4", samples=samples)
+        tight = replace(task.card, memory_bytes=2**20)
+        task = replace(task, card=tight, limits=replace(task.limits, why_not=why_not))
+        closest = search(task).closest
+        assert closest is not None and closest.recipe.micro_batch == together
+        assert ("a smaller batch" in remedy(task, closest)) == (together > 1)
 
 
 def test_of_unequal_devices_the_fastest_share_the_model():
