@@ -109,8 +109,6 @@ def search(task: SearchTask) -> Searched:
         found = [_changed(task, one) if one.seconds <= longest else one for one in found]
     ranking = _best_of_meshes(found, task.goal)
     able = [one for one in ranking if is_run(task, one.recipe)] or ranking
-    if task.given.named:
-        able = [one for one in able if one.recipe.devices > 1] or able
     if task.given.strategy == "fsdp":
         able = [one for one in able if one.recipe.fsdp > 1] or able  # whole replicas are ddp
     good = [one for one in able if one.value(task.goal) <= able[0].value(task.goal) * AS_GOOD]
@@ -184,6 +182,8 @@ def _tried(task: SearchTask) -> Iterator[Tried]:
     counts: Iterable[int] = (task.devices,)
     if not task.given.mesh and not task.given.everyone:
         counts = device_counts(task.devices, task.topology.devices_per_host)
+        if task.given.named and task.devices > 1:  # one device is none of the strategies
+            counts = [count for count in counts if count > 1]
     for devices in counts:
         topology = part_of(task.topology, devices)
         if topology is not None:

@@ -397,6 +397,16 @@ def test_of_unequal_devices_the_fastest_share_the_model():
     assert with_cpu is not None and with_cpu.plan.mesh == found.plan.mesh
 
 
+def test_where_one_of_unequal_devices_answers_it_is_said_what_more_of_its_kind_would_do():
+    with torch.device("meta"):
+        model = Decoder(4096, 8, 32).to(torch.bfloat16)
+    given = model, {"ids": torch.zeros(1, 256, dtype=torch.long)}, Workload(batch_size=1, new_tokens=64)
+    found = choose(*given, parse_devices("2xH100-80GB,1xA100-40GB"), Asked())
+    assert found is not None and len(found.plan.devices) == 1
+    assert "cuda:2 (A100-SXM-40) is not used" in found.plan.reasons[0]
+    assert any("tp=2 would take" in reason and "less than 2 times as fast" in reason for reason in found.plan.reasons)
+
+
 @pytest.mark.parametrize(
     ("devices", "used"),
     [
@@ -485,6 +495,8 @@ def test_a_strategy_that_is_named_is_refused_where_one_device_would_be_planned()
         with pytest.raises(PlanError, match=f"{strategy} gives each replica its own samples, and the batch has 1"):
             planned(strategy, free, rows=1)
         assert planned(strategy, free).mesh.size > 1
+        with pytest.raises(PlanError, match="no mesh of 4 devices goes with a batch of 5 samples"):
+            planned(strategy, free, rows=5)
     with pytest.raises(PlanError, match="fsdp shards what is trained"):
         planned("fsdp", free, mode="inference")
     with pytest.raises(PlanError, match="no matrix of this model was found that ranks can share"):
