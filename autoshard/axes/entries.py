@@ -30,13 +30,11 @@ from autoshard.axes.axis import Axis, Factor, covers, factors_of, reshape, size_
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.contents import bound_of_filled
 from autoshard.axes.given import arguments_of, overwritten_by, plain, reads_bits
-from autoshard.axes.reshaping import CATS, MOVES, RESHAPES
+from autoshard.axes.reshaping import CATS, COPIES, MOVES, RESHAPES
 from autoshard.axes.rules import Axes, is_pointwise
 from autoshard.capture.graph import Op, maker_of, name_of
 from autoshard.capture.traits import traits_of
 
-COPIES = frozenset({"to", "_to_copy", "alias", "contiguous", "clone", "detach"}) | RESHAPES
-"""Ops that hand on the same numbers in the same order, if as many of them."""
 EXACT = (torch.int32, torch.int64, torch.float32, torch.float64)
 """Types in which the number of an expert is exact."""
 _LISTED = ("index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_")

@@ -20,9 +20,8 @@ import torch
 
 from autoshard.axes.axis import times
 from autoshard.axes.batch_axes import BatchAxes, State
-from autoshard.axes.entries import COPIES
 from autoshard.axes.given import reads_bits
-from autoshard.axes.reshaping import MOVES, RESHAPES
+from autoshard.axes.reshaping import COPIES, MOVES, RESHAPES
 from autoshard.capture.graph import FOUND, ModelGraph, Op, name_of, sole_maker
 
 _PARTS = ("index", "index_select", "_unsafe_index")

@@ -13,12 +13,10 @@ nobody catches the error: that is tried. Any other number that is compared (a me
 import torch
 
 from autoshard.axes.given import origin
-from autoshard.axes.reshaping import RESHAPES
+from autoshard.axes.reshaping import COPIES
 from autoshard.capture.call_log import Ref, ValueGuard
 from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 
-COPIES = ("detach", "to", "_to_copy", "clone", "alias", "view", "reshape", "squeeze", "contiguous")
-"""Ops that hand on the values that they are given."""
 _LEAST, _LARGEST = ("min", "amin"), ("max", "amax")
 _ABOVE, _BELOW = ("ge", "gt"), ("le", "lt")
 
@@ -30,7 +28,7 @@ def read_values(reading: ValueGuard) -> list[int]:
 
 def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
     """(tensor, True or False) if a value says whether all elements of a tensor are true, or false; else None."""
-    op = sole_maker(graph, origin(graph, value, "detach", "to", "clone", "alias", "view", "reshape"))
+    op = sole_maker(graph, origin(graph, value, *COPIES))
     if op is None or op.node is None:
         return None
     name = name_of(op)
@@ -47,10 +45,10 @@ def asked_of_all(graph: ModelGraph, value: int) -> tuple[int, bool] | None:
 
 def number_asked_for(graph: ModelGraph, value: int) -> tuple[int, int] | None:
     """(place in `graph.inputs`, number) if a tensor says where a number stands in an input, say padding in tokens."""
-    op = sole_maker(graph, origin(graph, value, "to", "_to_copy", "detach", "clone", "alias", "view", "reshape"))
+    op = sole_maker(graph, origin(graph, value, *COPIES))
     if op is None or op.node is None or name_of(op) not in ("eq", "ne") or len(op.inputs) != 1:
         return None
-    number, source = op.node.args[1], origin(graph, op.inputs[0], "to", *RESHAPES)
+    number, source = op.node.args[1], origin(graph, op.inputs[0], *COPIES)
     if source not in graph.inputs:
         return None
     whole = not graph.values[source].dtype.is_floating_point and graph.values[source].dtype is not torch.bool

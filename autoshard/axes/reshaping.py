@@ -258,16 +258,21 @@ def _gather(walk: Context, x: Seen, dim: int, index: Seen, **kwargs: Any) -> lis
     return [index.axes]
 
 
-@rule("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_")
-def _scatter(walk: Context, x: Seen, dim: int, index: Seen, source: Any, *args: Any, **kw: Any) -> list[Axes] | None:
+@rule(
+    "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_", "index_add",
+    "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_",
+)  # fmt: skip
+def _written(walk: Context, x: Seen, dim: int, index: Seen, source: Any = None, *args: Any, **kw: Any) -> Any:
+    """Along one dimension. An index has the dimensions of x, or this one alone."""
     if not (x.shape and index.shape):
         return None
     d = dim % len(x.shape)
-    walk.block([x.axes[d], index.axes[d]], "written by index")
-    _pair_others(walk, x, index, d)
-    if isinstance(source, Seen) and source.shape:
-        walk.block([source.axes[d]])
-        _pair_others(walk, source, index, d)
+    for seen in (x, index, source):
+        if isinstance(seen, Seen) and len(seen.shape) == len(x.shape):
+            walk.block([seen.axes[d]], "written by index")
+            _pair_others(walk, x, seen, d)
+    if len(index.shape) < len(x.shape):
+        walk.block(index.axes, "written by index")
     return [x.axes]
 
 
@@ -275,18 +280,6 @@ def _pair_others(walk: Context, x: Seen, index: Seen, dim: int) -> None:
     for i, (axis, other) in enumerate(zip(x.axes, index.axes, strict=True)):
         if i != dim:
             walk.unify(axis, other) if x.shape[i] == index.shape[i] else walk.block([axis, other])
-
-
-@rule("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_")
-def _index_add(walk: Context, x: Seen, dim: int, index: Seen, source: Any = None, **kwargs: Any) -> list[Axes]:
-    d = dim % len(x.shape)
-    walk.block([x.axes[d], *index.axes], "written by index")
-    if isinstance(source, Seen) and source.shape:
-        walk.block([source.axes[d]])
-        for i, axis in enumerate(x.axes):
-            if i != d:
-                walk.unify(axis, source.axes[i])
-    return [x.axes]
 
 
 @rule("index_put", "index_put_", "_index_put_impl_")
@@ -341,6 +334,8 @@ def constant(walk: Context, *args: Any, **kwargs: Any) -> list[Axes]:
 # ---- kinds of ops
 
 RESHAPES = names(reshaped, squeezed)
+COPIES = RESHAPES | {"to", "_to_copy", "alias", "contiguous", "clone", "detach"}
+"""Ops that hand on the same numbers in the same order, if as many of them."""
 PARTS = names(_slice, _select, _split)
 MOVES = PARTS | names(permuted, expanded) | {"unbind", "unfold", "diagonal"}
 CATS = names(_cat)

@@ -25,11 +25,10 @@ from autoshard.axes.axis import resolve
 from autoshard.axes.batch_axes import BatchAxes, State
 from autoshard.axes.entries import Entries
 from autoshard.axes.given import ops_behind, origin
-from autoshard.axes.questions import COPIES
-from autoshard.axes.reshaping import RESHAPES
+from autoshard.axes.reshaping import COPIES
 from autoshard.capture.graph import ModelGraph, Op, name_of, sole_maker
 
-_SPREADS = {"expand", "clone", *COPIES} | RESHAPES
+_SPREADS = COPIES | {"expand"}
 """Ops that repeat each element as often as any other, and keep their order."""
 _WHOLE = (torch.int32, torch.int64)
 

@@ -23,6 +23,8 @@ from autoshard.torch_private import OpOverload
 
 MOST_NUMBERS = 1 << 20
 """Elements of a table that is computed again."""
+_NEUTRAL = {"add": 0, "mul": 1}
+"""Numbers that change nothing."""
 Fact = tuple[Any, bool | int]
 """A value, by what computes it, and what all of its elements are: true, false, or a number."""
 
@@ -198,18 +200,13 @@ class Numbering:
             return given[0]
         if name == "baddbmm" and _is_zero(tables[0]) and not op.node.kwargs:
             return "aten.bmm.default", tuple(given[1:]), ("Ellipsis", "Ellipsis")
-        if name == "add" and len(given) == 2:
+        if name in _NEUTRAL and len(given) == 2 and not op.node.kwargs:
             for one, other in ((0, 1), (1, 0)):
                 table = tables[other]
-                if table is not None and not table.any():
+                if table is not None and bool(torch.eq(table, _NEUTRAL[name]).all()):
                     return self._as_wide(graph, op, given, one)
         if name == "expand" and not like[0] and self._by_shape:
             return "spread", given[0], shape
-        if name == "mul" and len(given) == 2:
-            for one, other in ((0, 1), (1, 0)):
-                table = tables[other]
-                if like[one] and table is not None and bool(torch.eq(table, 1).all()):
-                    return given[one]
         if name in ("masked_fill", "sub") and len(given) > 1 and like[0] and _is_zero(tables[1]):
             return given[0]
         if name == "where" and len(op.node.args) == 3 and tables[0] is not None:

@@ -16,7 +16,8 @@ from autoshard.axes.batch_walk import BatchWalk
 from autoshard.axes.contents import NO_END
 from autoshard.axes.given import ops_behind, origin
 from autoshard.axes.hits import named_hits, numbers_found
-from autoshard.axes.questions import COPIES, asked_of_all, asked_of_each, number_asked_for, number_of_each, read_values
+from autoshard.axes.questions import asked_of_all, asked_of_each, number_asked_for, number_of_each, read_values
+from autoshard.axes.reshaping import COPIES
 from autoshard.axes.rules import rule_of
 from autoshard.axes.switches import Numbering
 from autoshard.axes.walk import where
