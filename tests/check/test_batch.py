@@ -61,6 +61,16 @@ def test_tokens_masks_and_logits_have_the_batch():
     assert is_equal_in_parts(Decoder(), inputs, batch, (2, 3))
 
 
+class Pooled(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.adaptive_avg_pool1d(x.transpose(1, 2), 1)
+
+
+def test_pools_to_one_place_have_the_batch():
+    """Where channels come last, torch gives the result other strides in place: the pool is one op in the recording."""
+    assert found(Pooled(), {"x": torch.randn(4, 5, 6)}).size == 4
+
+
 def test_position_ids_of_one_row_are_for_all_parts():
     inputs = {"input_ids": tokens(3, 8), "position_ids": torch.arange(8)[None]}
     batch = found(Decoder(), inputs)
