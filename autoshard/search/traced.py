@@ -1,5 +1,6 @@
 """Traced: the work of a model, from one run with few samples, and whether its batch can be divided."""
 
+import inspect
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -68,12 +69,19 @@ def _recorded(model: nn.Module, calls: list[Any], workload: Workload, *, derived
     forward = replace(workload, mode="inference", new_tokens=0)
     failed: CaptureError | None = None
     for given in _likeliest(calls, workload, derived=derived):
-        try:
-            return given, capture(model, given, workload=forward, composite=True)
-        except CaptureError as error:
-            failed = failed or error
+        for called in (_keeping_cache(model, given), given) if workload.new_tokens else (given,):
+            try:
+                return given, capture(model, called, workload=forward, composite=True)
+            except CaptureError as error:
+                failed = failed or error
     assert failed is not None
     raise failed
+
+
+def _keeping_cache(model: nn.Module, given: Any) -> Any:
+    """The same arguments, with the flag that `generate` adds: what is kept for the next token is seen."""
+    known = "use_cache" in inspect.signature(model.forward).parameters
+    return {**given, "use_cache": True} if known and isinstance(given, dict) else given
 
 
 def _likeliest(calls: list[Any], workload: Workload, *, derived: bool) -> list[Any]:

@@ -113,10 +113,10 @@ def test_attention_is_half_the_work_only_where_it_is_causal():
 def test_a_cache_is_what_the_model_keeps(name):
     """Windows, latents, states, attention of products: what a recorded answer leaves, priced without recording it."""
     case = next(case for case in DECODERS if case.name == name)
-    model, inputs = case.build(), case.example((2, CODES))
-    del inputs["use_cache"]
+    model, inputs = case.build(), case.example((2, CODES))  # with use_cache=False, which generate() turns on
     work = trace(model, inputs, Workload(new_tokens=NEW)).work
     answer = price_generation(work, Recipe(), CARD, ONE, batch=2, prompt_tokens=CODES, new_tokens=NEW)
+    del inputs["use_cache"]
     kept = autoshard.profile(model, inputs, workload=Workload(new_tokens=NEW)).cache_bytes
     cache = answer.memory.curve[-1].bytes["cache"] / answer.recipe.precision.compute * 4
     assert cache == pytest.approx(kept, rel=0.04)  # the last token is not kept
