@@ -95,13 +95,6 @@ def _matrices(walk: Context, *args: Any, **kwargs: Any) -> list[Sequence[Axis | 
     return [(*batch, *[None] * (len(shape) - len(batch))) for shape in walk.shapes]
 
 
-@rule("histc", "bincount")
-def _counted(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Axes]:
-    """How many elements there are of each kind; what it is made of can't be cut, nor can the kinds."""
-    walk.block(x.axes, "counted along it")
-    return [unshardable(walk, walk.shapes[0])]
-
-
 # ---- norms
 
 
