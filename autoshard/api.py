@@ -397,11 +397,14 @@ def verify(
     """Run the original and the applied model on the same inputs and compare; simulated where devices are missing.
 
     `plan`: a `Plan` or a `device_map`; None if the model is applied already. `training` and `new_tokens` add backward
-    and optimizer steps, and cached decoding; by default what the plan's workload says. Returns a report with `.ok`,
+    and optimizer steps, and cached decoding; by default what the plan's workload says. A plan for processes is verified
+    in them: all call it, and `autoshard verify` starts them. Returns a report with `.ok`,
     `.max_error` and `.first_difference`. Raises `VerifyError` if there is nothing to compare.
     """
     from autoshard.verify.verify import verify as compare
 
+    if isinstance(plan, Plan) and plan.launch == "processes":
+        plan = completed(model, plan, inputs)
     return compare(model, plan, inputs, training=training, new_tokens=new_tokens, tolerance=tolerance)
 
 

@@ -4,14 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autoshard
-from autoshard.errors import VerifyError
-from autoshard.plan import Mesh
+from autoshard.errors import PlanError, VerifyError
+from autoshard.plan import Mesh, Plan
+from autoshard.verify.processes import OWN_PRECISION
 from tests.blocks import Mixes
 from tests.pipelines.models import decoder, skips
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
+from tests.runtime.test_launched import decoder as attentive
+from tests.runtime.test_launched import plan_for, samples
 from tests.torch_releases import SHARDS_REPLICAS
 
 
@@ -29,6 +33,15 @@ def on_two():
     if SHARDS_REPLICAS:
         said["replicas"] = autoshard.verify(model, replicas(plan), inputs=inputs, new_tokens=0)
         said["sharded"] = autoshard.verify(model, replicas(plan, sharded=True), inputs=inputs, new_tokens=0)
+        ids = samples()
+        given = {"ids": ids, "labels": ids}
+        for mesh in ("fsdp=2", "tp=2", "pp=2"):
+            made = Plan.from_json(plan_for(mesh, 2, precision="mixed", recompute="full"))
+            said[mesh] = autoshard.verify(attentive(), made, inputs=given)
+        made = Plan.from_json(plan_for("dp=2", 2))
+        said["wrong"] = autoshard.verify(wrong(attentive()), made, inputs=given)
+        with pytest.raises(PlanError, match="4 processes, one per device, and 2 run"):
+            autoshard.verify(attentive(), Plan.from_json(plan_for("fsdp=2,tp=2", 4)), inputs=given)
     net, _, given = skips()
     del given["targets"]
     said["own loss"] = autoshard.verify(net, plan_of(net, [["down", "deep"], ["deeper", "up"]], 2, given), inputs=given)
@@ -41,6 +54,14 @@ def on_two():
     return said, left
 
 
+def wrong(model):
+    """A model of which the second process makes something else, where it is applied."""
+    model.register_forward_hook(
+        lambda module, args, result: result * (1 + dist.get_rank() * hasattr(module, "no_sync"))
+    )
+    return model
+
+
 def replicas(plan, sharded=False):
     mesh = Mesh(fsdp=2) if sharded else Mesh(dp=2)
     return replace(plan, mesh=mesh, stages=(), placements={"": "cpu:0"}, num_microbatches=1, schedule="none")
@@ -51,6 +72,10 @@ def test_two_ranks():
     assert left and said == other
     mixed = said.pop("mixed")
     assert not mixed.ok and "on rank" in mixed.first_difference.message
+    if SHARDS_REPLICAS:
+        found = said.pop("wrong")
+        assert not found.ok and "on rank" in found.first_difference.message
+        assert OWN_PRECISION in said["fsdp=2"].notes
     for name, found in said.items():
         assert found.ok, (name, found)
     assert said["stages"].compared == ("forward", "backward", "optimizer step")

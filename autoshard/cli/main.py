@@ -6,7 +6,7 @@ import inspect
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -133,8 +133,12 @@ def verify_command(
     asked: o.WorkloadOptions,
     as_json: o.Json = False,
 ) -> None:
-    """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results."""
+    """Run TARGET whole and split, on simulated devices where real ones are missing, and compare the results.
+
+    A plan for processes is verified in as many, which are started here.
+    """
     from autoshard.api import verify
+    from autoshard.cli.verifying import needs_processes, verify_in_processes
     from autoshard.report.verification import print_verification, verification_document
     from autoshard.search.planning import plan_measured
 
@@ -149,10 +153,12 @@ def verify_command(
         check_same_model(plan, profile, plan_file or "")
     elif cluster is not None:
         plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
+    wanted: dict[str, Any] = {"training": asked.train or None, "new_tokens": asked.new_tokens}
     with step("running the model whole and split"):
-        found = verify(
-            loaded.model, plan, inputs=loaded.inputs, training=asked.train or None, new_tokens=asked.new_tokens
-        )
+        if plan is not None and needs_processes(plan):
+            found = verify_in_processes(target, plan, **wanted)
+        else:
+            found = verify(loaded.model, plan, inputs=loaded.inputs, **wanted)
     if as_json:
         print_json(verification_document(found, title=loaded.title))
     else:

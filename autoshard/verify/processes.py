@@ -6,6 +6,7 @@
 
 Replicas get the rows that they have in training. Their gradients are held against the mean of the gradients that the
 model itself has on the rows of each: that is what DistributedDataParallel promises, also where labels are unequal.
+A plan that was made elsewhere is run in the precision of the model itself, so that rounding hides nothing.
 """
 
 from collections.abc import Iterator
@@ -15,35 +16,43 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoshard.errors import VerifyError
+from autoshard.check.batch import find_batch_axis
+from autoshard.errors import PlanError, VerifyError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.schedule import RankSchedule
 from autoshard.plan import Plan
-from autoshard.plan.batching import BatchAxis
+from autoshard.plan.batching import ASSUMED, BatchAxis
 from autoshard.plan.sharding import even_shares
 from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.dispatch import apply_plan, own_place
+from autoshard.runtime.losses import own_loss
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.verify.compare import Errors, compare, stopped, verification
 from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import RunResult, Work, after_backward, loss_of, optimizer_of, results_of, run
 from autoshard.verify.runner import IN_PARTS, Build, failures_of, run_both
 
+OWN_PRECISION = "the plan trains in another precision; what is compared is computed in that of the model itself"
+
 
 def runs_as_mesh(plan: Plan | None) -> bool:
-    """Whether processes run that are stages or replicas under a plan."""
+    """Whether processes run that have parts of a model, or of its batch, under a plan."""
     mesh = plan.mesh if plan is not None else None
-    return mesh is not None and mesh.pp * mesh.data > 1 and count_processes() > 1
+    if plan is None or mesh is None or count_processes() < 2:
+        return False
+    return plan.launch == "processes" or mesh.pp * mesh.data > 1
 
 
 def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, notes: list[str]) -> Verification:
     """Compare on every rank and tell all of them the same; all call it. `original`: makes the model."""
     notes.append(IN_PARTS)
     batch = plan.batch
+    if plan.launch:
+        plan, batch = _made_elsewhere(original(), plan, work, notes)
     if work.new_tokens and plan.mesh is not None and plan.mesh.pp > 1:
         raise VerifyError("generate() does not run in stages over processes, so there is no decode: pass new_tokens=0.")
-    if batch is None:
+    if batch is None and not plan.launch:
         raise VerifyError("the plan does not say how its batch is divided. Plan again.")
     ranks = ProcessRanks.of()
     device, problem = own_place(plan, ranks, None)  # before anything is exchanged
@@ -75,18 +84,34 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     return _together(failed[0] if failed else compare(wanted, found, tolerance, work), work, notes, ranks)
 
 
-def _on_own_rows(model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, rank: int) -> Work:
+def _made_elsewhere(model: nn.Module, plan: Plan, work: Work, notes: list[str]) -> tuple[Plan, BatchAxis | None]:
+    """The plan in the precision of the model itself, and how its replicas divide the batch."""
+    mesh = plan.mesh
+    assert mesh is not None
+    own = "full" if any(one.dtype in (torch.float32, torch.float64) for one in model.parameters()) else "pure"
+    if plan.workload.training and plan.precision != own:
+        notes.append(OWN_PRECISION)
+        plan = replace(plan, precision=own)
+    if plan.batch is not None or mesh.data == 1:
+        return plan, plan.batch
+    assumed, inputs = ASSUMED in plan.reasons, work.kwargs or work.args
+    return plan, find_batch_axis(model, inputs, plan.workload, assume_independent_rows=assumed)
+
+
+def _on_own_rows(model: nn.Module, plan: Plan, batch: BatchAxis | None, work: Work, rank: int) -> Work:
     """The work with the arguments of this rank's replica."""
     mesh = plan.mesh
     assert mesh is not None
     if mesh.data == 1:
         return work
-    part = split(batch, model, work.args, work.kwargs, even_shares(batch.size, mesh.data))[mesh.place(rank)[0]]
+    assert batch is not None
+    replica = mesh.place(rank // mesh.cp)[0]  # ranks that share a sequence are neighbours
+    part = split(batch, model, work.args, work.kwargs, even_shares(batch.size, mesh.data))[replica]
     return replace(work, args=part.args, kwargs=part.kwargs)
 
 
 def _original(
-    model: nn.Module, plan: Plan, batch: BatchAxis, work: Work, ranks: ProcessRanks, device: torch.device
+    model: nn.Module, plan: Plan, batch: BatchAxis | None, work: Work, ranks: ProcessRanks, device: torch.device
 ) -> Iterator[RunResult]:
     """What a rank should have: outputs of its rows; gradients and parameters of all rows."""
     mesh = plan.mesh
@@ -99,17 +124,18 @@ def _original(
     _loss(batch, output).backward()
     yield from results_of("forward", "", "output", output)
     if mesh.data > 1:
-        is_mean = any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
+        is_mean = _own_loss(output) is not None
         # A schedule adds up a sum over rows; else each replica counts as much as any other.
         weight = 1.0 if mesh.pp > 1 and not is_mean else 1.0 / mesh.data
-        for parameter in parameters.values():  # tensor ranks and stages of a replica have computed the same
+        alike = mesh.pp * mesh.tp * mesh.cp  # ranks of a replica, which have computed the same
+        for parameter in parameters.values():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad * weight
             gradient = ranks.all_reduce(gradient.to(device)).to(parameter.device)
-            parameter.grad = gradient / (mesh.pp * mesh.tp) if parameter.requires_grad else None
+            parameter.grad = gradient / alike if parameter.requires_grad else None
     yield from _trained(model, parameters, work)
 
 
-def _applied(model: nn.Module, batch: BatchAxis, work: Work) -> Iterator[RunResult]:
+def _applied(model: nn.Module, batch: BatchAxis | None, work: Work) -> Iterator[RunResult]:
     record = pipeline_record(model)
     if not work.training:
         if record is None:
@@ -120,6 +146,7 @@ def _applied(model: nn.Module, batch: BatchAxis, work: Work) -> Iterator[RunResu
         output = model(*work.args, **work.kwargs)
         _loss(batch, output).backward()
     else:
+        assert batch is not None
         output = _step(model, batch, work.args, work.kwargs)
     if output is not None:  # on the rank of the last stage
         yield from results_of("forward", "", "output", output)
@@ -130,7 +157,8 @@ def _applied(model: nn.Module, batch: BatchAxis, work: Work) -> Iterator[RunResu
 
 def _step(model: nn.Module, batch: BatchAxis, args: tuple, kwargs: dict[str, Any]) -> Any:
     """A step of the schedule: with the model's own loss where the plan knows one, as `_loss` finds it."""
-    if any(one.path.rpartition(".")[2] == "loss" for one in batch.outputs):
+    named = any(one.path.rpartition(".")[2] == "loss" for one in batch.outputs)
+    if named or [one.how for one in batch.outputs] in (["weighted"], ["mean"], ["sum"]):
         return RankSchedule(model).step(*args, **kwargs)
     return RankSchedule(model, lambda output: _loss(batch, output), "sum").step(*args, **kwargs)
 
@@ -141,11 +169,23 @@ def _trained(model: nn.Module, parameters: dict[str, nn.Parameter], work: Work) 
     yield from after_backward(model, parameters, optimizer, softened=1.0)  # alike on all ranks
 
 
-def _loss(batch: BatchAxis, output: Any) -> torch.Tensor:
-    """The model's own loss; else one of what has rows."""
+def _own_loss(output: Any) -> torch.Tensor | None:
+    """The model's own loss, as a schedule finds it: what is called so, else the only number; None without."""
+    try:
+        return own_loss(output)
+    except PlanError:
+        return None
+
+
+def _loss(batch: BatchAxis | None, output: Any) -> torch.Tensor:
+    """The model's own loss; else one of what has rows, or of all where nothing is divided."""
+    own = _own_loss(output)
+    if own is not None:
+        return own
+    if batch is None:
+        return loss_of(output, lambda path: 0)
     rows = {one.path: one.dim for one in batch.outputs if one.how == "cat"}
-    own = any(path.rpartition(".")[2] == "loss" for path, _ in tensors_in(output))
-    if not own and not any(path in rows and one.is_floating_point() for path, one in tensors_in(output)):
+    if not any(path in rows and one.is_floating_point() for path, one in tensors_in(output)):
         raise VerifyError("no output of the model is known to have rows and numbers, so there is no loss to compare.")
     return loss_of(output, rows.get)
 

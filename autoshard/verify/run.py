@@ -190,8 +190,9 @@ def whole_tensors(model: nn.Module) -> Callable[[str, torch.Tensor], torch.Tenso
     record = cut_record(model)
 
     def whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = whole_of(tensor)
         if record is None:
-            return whole_of(tensor)
+            return tensor
         cut = record.tensors.get(name)
         if cut is None and isinstance(tensor, RankTensor):
             first, *others = (part.detach().cpu() for part in tensor.parts)

@@ -20,12 +20,13 @@ from autoshard.common.progress import tell
 from autoshard.engine.offloaded import with_stores
 from autoshard.engine.pricer import price
 from autoshard.errors import AutoshardError, VerifyError
-from autoshard.plan import Plan, refuse_priced_alone
+from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
 from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.data_parallel import replica_record
 from autoshard.runtime.dispatch import apply_device_map, apply_plan, is_applied
+from autoshard.runtime.launched import check_launched
 from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.simulate.devices import SimulatedDevices
 from autoshard.verify.compare import Errors, compare, verification
@@ -68,8 +69,8 @@ def verify(
             "verify needs a plan, or a model to which one is applied. Pass the plan: autoshard.verify(model, plan)."
         )
     known = Plan.from_device_map(plan) if isinstance(plan, Mapping) else plan
-    if known is not None:
-        refuse_priced_alone(known, "verify", 'Plan with launch="one-process" to run it on simulated devices.')
+    if known is not None and known.launch == "processes":
+        check_launched(known)
     workload = _workload(model, known, training, new_tokens)
     calls = calls_of(model, inputs, workload)
     notes: list[str] = []

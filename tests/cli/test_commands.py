@@ -17,6 +17,7 @@ from autoshard.integrations.peer_maps import peer_maps
 from autoshard.plan import Plan
 from tests.models import by_name
 from tests.report.net import BLOCK
+from tests.torch_releases import sharded_replicas
 
 ROOT = Path(autoshard.__file__).parents[1]
 MODEL = f"""
@@ -219,6 +220,20 @@ def test_verify(file, tmp_path):
     command("plan", file, "--devices", "2x4MiB", "--train", "--optimizer", "sgd", "-o", out)
     document = json.loads(command("verify", file, "--plan", out, "--json").stdout)
     assert document["ok"] and document["max_error"] == 0 and "backward" in document["compared"]
+
+
+@sharded_replicas
+def test_verify_starts_the_processes_of_a_plan(file, tmp_path):
+    """Of cards that are not here, which CPUs stand for."""
+    out, words = tmp_path / "plan.json", ("--train", "--batch", "4", "--launch", "processes", "-o")
+    command("plan", file, "--devices", "2xA100-40GB", "--mesh", "fsdp=2", *words, out)
+    document = json.loads(command("verify", file, "--plan", out, "--json").stdout)
+    assert document["ok"] and document["compared"] == ["forward", "backward", "optimizer step"]
+    assert document["notes"][0].startswith("2 processes ran on this machine")
+    command(
+        "plan", file, "--devices", "32xA100-40GB", "--mesh", "fsdp=32", "--batch", "32", *words[:1], *words[3:], out
+    )
+    assert "verify starts at most 16" in command("verify", file, "--plan", out, expect=1).stderr
 
 
 def test_verify_refuses_what_does_not_fit_here(tmp_path):
