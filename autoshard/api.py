@@ -6,6 +6,7 @@ The packages are imported inside the calls, so that `import autoshard` costs nex
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -401,11 +402,15 @@ def verify(
     in them: all call it, and `autoshard verify` starts them. Returns a report with `.ok`,
     `.max_error` and `.first_difference`. Raises `VerifyError` if there is nothing to compare.
     """
+    from autoshard.verify.processes import OWN_PRECISION, in_own_precision
     from autoshard.verify.verify import verify as compare
 
-    if isinstance(plan, Plan) and plan.launch == "processes":
-        plan = completed(model, plan, inputs)
-    return compare(model, plan, inputs, training=training, new_tokens=new_tokens, tolerance=tolerance)
+    run: dict[str, Any] = {"training": training, "new_tokens": new_tokens, "tolerance": tolerance}
+    if not isinstance(plan, Plan) or plan.launch != "processes":
+        return compare(model, plan, inputs, **run)
+    own = in_own_precision(model, plan)
+    found = compare(model, completed(model, own, inputs), inputs, **run)
+    return found if own == plan else replace(found, notes=(*found.notes, OWN_PRECISION))
 
 
 def simulate(devices: "Devices") -> "contextlib.AbstractContextManager[SimulatedDevices]":

@@ -49,7 +49,7 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     notes.append(IN_PARTS)
     batch = plan.batch
     if plan.launch:
-        plan, batch = _made_elsewhere(original(), plan, work, notes)
+        batch = _batch_of(original(), plan, work)
     if work.new_tokens and plan.mesh is not None and plan.mesh.pp > 1:
         raise VerifyError("generate() does not run in stages over processes, so there is no decode: pass new_tokens=0.")
     if batch is None and not plan.launch:
@@ -84,18 +84,20 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     return _together(failed[0] if failed else compare(wanted, found, tolerance, work), work, notes, ranks)
 
 
-def _made_elsewhere(model: nn.Module, plan: Plan, work: Work, notes: list[str]) -> tuple[Plan, BatchAxis | None]:
-    """The plan in the precision of the model itself, and how its replicas divide the batch."""
-    mesh = plan.mesh
-    assert mesh is not None
+def in_own_precision(model: nn.Module, plan: Plan) -> Plan:
+    """A plan for processes that train, in the precision of the model itself."""
+    if plan.launch != "processes" or not plan.workload.training:
+        return plan
     own = "full" if any(one.dtype in (torch.float32, torch.float64) for one in model.parameters()) else "pure"
-    if plan.workload.training and plan.precision != own:
-        notes.append(OWN_PRECISION)
-        plan = replace(plan, precision=own)
-    if plan.batch is not None or mesh.data == 1:
-        return plan, plan.batch
+    return plan if plan.precision == own else replace(plan, precision=own)
+
+
+def _batch_of(model: nn.Module, plan: Plan, work: Work) -> BatchAxis | None:
+    """How the replicas of a plan for processes divide the batch, None where there is one."""
+    if plan.batch is not None or plan.mesh is None or plan.mesh.data == 1:
+        return plan.batch
     assumed, inputs = ASSUMED in plan.reasons, work.kwargs or work.args
-    return plan, find_batch_axis(model, inputs, plan.workload, assume_independent_rows=assumed)
+    return find_batch_axis(model, inputs, plan.workload, assume_independent_rows=assumed)
 
 
 def _on_own_rows(model: nn.Module, plan: Plan, batch: BatchAxis | None, work: Work, rank: int) -> Work:
