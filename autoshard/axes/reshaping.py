@@ -85,6 +85,15 @@ def repeated(walk: Context, x: Seen, repeats: Sequence[int]) -> list[Axes]:
     return [tuple((*fresh(many), *axis) for axis, many in zip(axes, times, strict=True))]
 
 
+@rule("repeat_interleave")
+def interleaved(walk: Context, x: Seen, repeats: int, dim: int | None = None, **kwargs: Any) -> list[Axes]:
+    """Elements of a dimension, or of all as one, each so many times."""
+    if dim is None:
+        return [(tuple(factor for axis in (*x.axes, fresh(repeats)) for factor in axis),)]
+    d = dim % len(x.shape)
+    return [tuple((*axis, *fresh(repeats)) if i == d else axis for i, axis in enumerate(x.axes))]
+
+
 # ---- parts and concatenations
 
 
@@ -339,4 +348,4 @@ COPIES = RESHAPES | {"to", "_to_copy", "alias", "contiguous", "clone", "detach"}
 PARTS = names(_slice, _select, _split)
 MOVES = PARTS | names(permuted, expanded) | {"unbind", "unfold", "diagonal"}
 CATS = names(_cat)
-JOINS = CATS | names(_stack, _pad, repeated) | {"flip", "roll"}
+JOINS = CATS | names(_stack, _pad, repeated, interleaved) | {"flip", "roll"}

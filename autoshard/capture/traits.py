@@ -19,11 +19,11 @@ WHOLE = frozenset({
     "linear", "matmul", "einsum", "bilinear", "cdist", "scaled_dot_product_attention", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "lstm", "gru", "rnn_tanh", "rnn_relu", "max_pool1d",
     "layer_norm", "rms_norm", "_fused_rms_norm", "group_norm", "batch_norm", "softmax", "log_softmax", "log_sigmoid",
-    "dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_", "rrelu", "rrelu_",
-    "cross_entropy_loss", "nll_loss", "nll_loss_nd", "reshape", "flatten", "contiguous", "to", "one_hot", "stft",
-    "istft", "split", "chunk", "unsafe_chunk", "embedding_bag", "grid_sampler", "_weight_norm",
-    "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "adaptive_avg_pool1d", "adaptive_avg_pool2d",
-    "adaptive_avg_pool3d",
+    "dropout", "dropout_", "feature_dropout", "feature_dropout_", "alpha_dropout", "alpha_dropout_", "rrelu",
+    "rrelu_", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "reshape", "flatten", "contiguous", "to", "one_hot",
+    "stft", "istft", "split", "chunk", "unsafe_chunk", "embedding_bag", "grid_sampler", "_weight_norm",
+    "repeat_interleave.self_int", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "adaptive_avg_pool1d",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d",
 })  # fmt: skip
 """Composite ops that composite graphs have as one: a rule says more of them than of their parts."""
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")

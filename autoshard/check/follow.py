@@ -28,7 +28,8 @@ from autoshard.plan.sharding import DROPOUTS, kept
 
 SIZES: dict[str, tuple[str, ...]] = {
     "view": ("size",), "reshape": ("shape",), "_unsafe_view": ("size",), "_reshape_alias": ("size", "stride"),
-    "expand": ("size",), "repeat": ("repeats",), "zeros": ("size",),
+    "expand": ("size",), "repeat": ("repeats",), "repeat_interleave": ("repeats", "output_size"),
+    "zeros": ("size",),
     "ones": ("size",), "full": ("size",), "empty": ("size",), "new_zeros": ("size",), "new_ones": ("size",),
     "new_full": ("size",), "new_empty": ("size",), "conv1d": ("groups",), "conv2d": ("groups",), "conv3d": ("groups",),
     "conv_transpose1d": ("groups",), "conv_transpose2d": ("groups",), "conv_transpose3d": ("groups",),

@@ -11,6 +11,7 @@ A plan that was made elsewhere is run in the precision of the model itself, so t
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.verify.compare import Errors, compare, stopped, verification
 from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import RunResult, Work, after_backward, loss_of, optimizer_of, results_of, run
-from autoshard.verify.runner import IN_PARTS, Build, failures_of, run_both
+from autoshard.verify.runner import CHOOSING, IN_PARTS, Build, failures_of, run_both
 
 OWN_PRECISION = "the plan trains in another precision; what is compared is computed in that of the model itself"
 
@@ -201,4 +202,6 @@ def _together(errors: Errors, work: Work, notes: list[str], ranks: ProcessRanks)
     if rank is not None:
         message = f"on rank {rank}{': ' if firsts[rank].message else ''}{firsts[rank].message}"
         first = replace(firsts[rank], message=message)
+        if max(largest) < inf:
+            notes.append(CHOOSING)
     return verification(Errors(max(largest), max(relative), first), work, notes)
