@@ -252,7 +252,7 @@ def kernels(machine: Machine) -> Iterator[Row]:
         tokens //= shrink
         elements = float(batch * heads * tokens * width)
         attention = Attention(flops=4 * elements * tokens, cut=False, causal=True, width=width,
-                              cache_elements=2 * elements, moved=Volume(rows=8 * elements))  # fmt: skip
+                              keys=(), moved=Volume(rows=8 * elements))  # fmt: skip
         predicted, _ = attention_seconds(attention, share, Recipe(), card, reached)
         run = partial(scaled_dot_product_attention, *make(3, batch, heads, tokens, width), is_causal=True)
         yield Row("kernels", f"attention {batch} x {heads} x {tokens} x {width}", "s", predicted, machine.seconds(run))
