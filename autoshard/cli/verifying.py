@@ -27,6 +27,7 @@ def verify_in_processes(target: str, plan: Plan, training: bool | None, new_toke
 
     Raises `PlanError` for a plan of too many, and `VerifyError` with what stopped the first process.
     """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     count = len(plan.devices)
@@ -39,7 +40,12 @@ def verify_in_processes(target: str, plan: Plan, training: bool | None, new_toke
         min_nodes=1, max_nodes=1, nproc_per_node=count, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=0, monitor_interval=0.1, start_method="spawn",
     )  # fmt: skip
-    found: dict[int, Any] = elastic_launch(config, _on_rank)(target, _here(plan).to_json(), training, new_tokens)
+    try:
+        found: dict[int, Any] = elastic_launch(config, _on_rank)(target, _here(plan).to_json(), training, new_tokens)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        how = f"by {failure.signal_name()}" if failure.exitcode < 0 else f"with exit code {failure.exitcode}"
+        raise VerifyError(f"process {rank} of {count} ended {how}; what it printed is above.") from None
     for result in found.values():
         if isinstance(result, str):
             raise VerifyError(result)
