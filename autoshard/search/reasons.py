@@ -69,6 +69,8 @@ def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
         yield f"{who} computes {batch} of {_counted(recipe.micro_batch, 'sample')} per step; {again}"
         if task.precision.parameters < 4 and not task.precision.master:
             yield "all is kept in 16 bits, so small updates of weights are lost; --precision mixed keeps float32"
+    if recipe.divided_outputs and recipe.tp * recipe.cp > 1:
+        yield "logits stay divided behind their loss (DTensor): logits.full_tensor() on all ranks puts them together"
     if task.devices > 1 and task.limits.samples > 1 and task.limits.why_not:
         more = " and no micro-batches" if task.training and not task.given.in_parts else ""
         yield f"no replicas{more}: {task.limits.why_not.removesuffix('.')}"

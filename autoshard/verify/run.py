@@ -259,7 +259,7 @@ def _listed(output: Any) -> Any:
 def results_of(during: str, module: str, what: str, value: Any) -> Iterator[RunResult]:
     """The tensors in a value, copied to the CPU."""
     for path, whole in tensors_in(value):
-        for name, tensor in named_stored(whole):
+        for name, tensor in named_stored(whole_of(whole)):
             parts = tensor.parts if isinstance(tensor, RankTensor) else (tensor,)
             values = tuple(part.detach().to("cpu", copy=True) for part in parts)
             where = f"{path}.{name}".strip(".")

@@ -222,6 +222,13 @@ def test_sequences_in_parts_have_whole_logits_where_apply_makes_them(samples, nb
     assert (given_out.seconds < made.seconds) == (samples == 1)
 
 
+def test_a_plan_says_that_logits_stay_divided():
+    for asked, said in ((Asked(mesh={"tp": 4}, divided_outputs=True), 1), (Asked(mesh={"tp": 4}), 0)):
+        plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), asked)
+        assert plan.divided_outputs == bool(said)
+        assert sum("logits.full_tensor()" in reason for reason in plan.reasons) == said
+
+
 def test_a_refusal_says_that_logits_left_in_parts_would_fit():
     task = task_on("4xA100-40GB", samples=1, tokens=1 << 20, width=64)
     small = replace(task, card=replace(task.card, memory_bytes=23 << 30))
