@@ -12,6 +12,8 @@ from itertools import chain
 from math import ceil, prod
 from typing import Any, Literal, cast
 
+import torch
+
 from autoshard.axes.axis import factors_of, size_of
 from autoshard.axes.communication import Lookup
 from autoshard.axes.given import arguments_of
@@ -22,6 +24,7 @@ from autoshard.axes.walk import AxisWalk
 from autoshard.capture.decode import TOKENS, answered_values
 from autoshard.capture.graph import ModelGraph, Op, TensorInfo, name_of
 from autoshard.common.module_paths import is_below
+from autoshard.engine.precision import Precision
 from autoshard.errors import PlanError
 from autoshard.profile.experts import dispatched_weights, expert_weights
 
@@ -91,6 +94,7 @@ class Block:
         count: how many there are; elements: of their parameters, of one of them; frozen: those of them that are not
             trained; cut: those of them that tensor parallelism divides; most_shares: in how many slices (heads,
             columns), so over so many ranks at most.
+        frozen_in_16_bits: elements of parameters that are not trained, and have 16 bits.
         shared: elements of parameters that an earlier block reads, too (tied weights).
         experts: how many experts a token is routed to some of, 0 without; expert_elements: of all of them in one layer;
             expert_cut: those of them that tensor parallelism divides; routed_elements: of what is sent to experts.
@@ -118,6 +122,7 @@ class Block:
     gathered_elements: int = 0
     state: tuple[tuple[TensorPart, bool], ...] = ()
     frozen: int = 0
+    frozen_in_16_bits: int = 0
     shared: int = 0
     experts: int = 0
     expert_elements: int = 0
@@ -133,6 +138,12 @@ class Block:
     def trained_part(self) -> float:
         """The part of its parameters that has gradients and optimizer state."""
         return 1 - self.frozen / self.elements if self.elements else 1.0
+
+    def stored_bytes(self, precision: Precision) -> float:
+        """Bytes per element of its parameters, on average, as training keeps them."""
+        if not precision.keeps_frozen or not self.elements:
+            return precision.parameters
+        return precision.parameters - (precision.parameters - 2) * self.frozen_in_16_bits / self.elements
 
     @property
     def layer(self) -> bool:
@@ -207,6 +218,12 @@ class ModelWork:
         """Elements of those that have gradients."""
         return sum(block.trained_part * (block.count * block.elements - block.shared) for block in self.blocks)
 
+    def stored_bytes(self, precision: Precision) -> float:
+        """Bytes of all parameters as training keeps them."""
+        return sum(
+            block.stored_bytes(precision) * (block.count * block.elements - block.shared) for block in self.blocks
+        )
+
 
 def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0) -> ModelWork:
     """Fold a run that was captured with `composite=True` and at least two samples into blocks.
@@ -234,19 +251,27 @@ def model_work(walk: AxisWalk, samples: int, tokens: int, *, batch_dim: int = 0)
             divides_loss = path == "last" and _divides_loss(lookup, found)
             blocks.append(replace(block, cuts_loss=cuts_loss, divides_loss=divides_loss))
     read = {value for op in graph.ops for value in op.inputs}
-    unread = [prod(one.shape) for one in graph.tensors if one.kind == "parameter" and one.value not in read]
-    blocks += [_unread(sum(unread))] if unread else []
+    unread = [one for one in graph.tensors if one.kind == "parameter" and one.value not in read]
+    blocks += [_unread(unread)] if unread else []
     layers = _layers(found, {block.path for block in blocks if block.layer})
     encodes = argument == TOKENS[0]
     return ModelWork(blocks=tuple(blocks), samples=samples, tokens=tokens, layers=layers, encodes=encodes)
 
 
-def _unread(elements: int) -> Block:
+def _unread(parameters: Sequence[TensorInfo]) -> Block:
     """Parameters that the run did not read: they take memory, whole on every rank of tensor parallelism."""
+    elements = sum(prod(one.shape) for one in parameters)
     return Block(
-        path="first", count=1, ops=(), elements=elements, frozen=elements, cut_elements=0, most_shares=1, reduces=0,
-        reduced_elements=0, input_elements=0,
+        path="first", count=1, ops=(), elements=elements, frozen=elements,
+        frozen_in_16_bits=_frozen_in_16_bits(parameters), cut_elements=0, most_shares=1, reduces=0, reduced_elements=0,
+        input_elements=0,
     )  # fmt: skip
+
+
+def _frozen_in_16_bits(parameters: Iterable[TensorInfo]) -> int:
+    """Elements of those that are not trained, and have 16 bits."""
+    floats = (torch.bfloat16, torch.float16)
+    return sum(prod(one.shape) for one in parameters if not one.trainable and one.dtype in floats)
 
 
 def _layers(found: AxisGroups, wanted: set[str]) -> tuple[str, ...]:
@@ -347,11 +372,10 @@ def _block(
     tied = [tensor for tensor in parameters if tensor.value in earlier]
     earlier.update(tensor.value for tensor in parameters)
     return Block(
-        path=path,
-        count=count,
-        ops=tuple(ops),
+        path=path, count=count, ops=tuple(ops),
         elements=sum(prod(tensor.shape) for tensor in parameters),
         frozen=sum(prod(tensor.shape) for tensor in parameters if not tensor.trainable),
+        frozen_in_16_bits=_frozen_in_16_bits(parameters),
         cut_elements=sum(prod(tensor.shape) for tensor in parameters if tensor.value in cut),
         most_shares=_most_shares(groups, parameters, path in _ENDS),
         reduces=sum(group.reductions for group in groups),
@@ -367,7 +391,7 @@ def _block(
         expert_cut=sum(prod(tensor.shape) for tensor in of_experts if tensor.value in cut),
         routed_elements=routed[0] if routed else 0,
         itemsize=_itemsize(ops),
-    )
+    )  # fmt: skip
 
 
 def _itemsize(ops: Iterable[OpWork]) -> int:

@@ -213,15 +213,17 @@ def _input_bytes(block: Block, share: Share, recipe: Recipe) -> float:
 def step_memory(stage: Stage, share: Share, recipe: Recipe, card: Card, in_flight: float) -> Memory:
     """Bytes of a rank of one pipeline stage over a training step, `in_flight` micro-batches of activations at most."""
     precision = recipe.precision
-    dense, experts = live_elements(stage, recipe)
-    shard = dense / recipe.shards + experts / recipe.expert_shards
+    weights = sum(
+        block.stored_bytes(precision) * (one / recipe.shards + of_experts / recipe.expert_shards)
+        for block, one, of_experts in stage_elements(stage, recipe)
+    )
     dense, experts = live_elements(stage, recipe, trained=True)
     replicas = recipe.dp if recipe.zero else 1
     optimizer = precision.optimizer_bytes * (
         dense / recipe.shards / replicas + experts / recipe.expert_shards / max(1, replicas // recipe.ep)
     )
     fixed = {
-        "weights": shard * precision.parameters, "gradients": 0.0, "optimizer": optimizer, "activations": 0.0,
+        "weights": weights, "gradients": 0.0, "optimizer": optimizer, "activations": 0.0,
         "unsharded parameters": 0.0, "transient": 0.0, "workspace": workspace_bytes(card),
     }  # fmt: skip
     sharded, whole = (dense / recipe.shards + experts / recipe.expert_shards) * precision.gradients, 0.0

@@ -14,7 +14,8 @@ class Precision:
 
     `parameters`: of what is kept, less than one where they are quantised (scales included); `compute`: of what kernels
     read, also of activations and of gathered parameters; `master`: of a second copy of the parameters for the
-    optimizer, 0 without; `moments`: of each moment, of which the optimizer has so many `states`.
+    optimizer, 0 without; `moments`: of each moment, of which the optimizer has so many `states`; `keeps_frozen`:
+    parameters of 16 bits that are not trained stay as they are, since no optimizer adds small updates to them.
     """
 
     parameters: float = 4
@@ -24,6 +25,7 @@ class Precision:
     master: int = 0
     moments: float = 4
     states: int = 2
+    keeps_frozen: bool = False
 
     @property
     def optimizer_bytes(self) -> float:
@@ -34,7 +36,7 @@ class Precision:
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
         # Parameters, gradients and moments in float32; computed and gathered in bfloat16, as FSDP2's policy has it.
-        "mixed": Precision(parameters=4, compute=2, gradients=4, reduce=4, moments=4),
+        "mixed": Precision(parameters=4, compute=2, gradients=4, reduce=4, moments=4, keeps_frozen=True),
         # All in 16 bits: half of the bytes, and updates below one part in 256 of a weight are lost.
         "pure": Precision(parameters=2, compute=2, gradients=2, reduce=2, moments=2),
         # 16-bit parameters with a float32 copy for the optimizer, as Megatron and DeepSpeed keep them.

@@ -50,8 +50,14 @@ class Scalars:
             )
 
     def watch(self) -> list[Any]:
-        """Note gradients from now on; returns handles."""
-        return [one.register_post_accumulate_grad_hook(self._note) for one in self.parameters]
+        """Note gradients from now on, also of parameters that are trained later only; returns handles."""
+        handles = []
+        for one in (one for one in self.parameters if one.is_floating_point() or one.is_complex()):
+            trained = one.requires_grad
+            one.requires_grad_()  # torch takes no hook for others
+            handles.append(one.register_post_accumulate_grad_hook(self._note))
+            one.requires_grad_(trained)
+        return handles
 
     def average(self, *_: Any) -> None:
         """Average the gradients; all ranks call it."""

@@ -104,9 +104,12 @@ def shard(
     groups = [group for group in (sharing.shared, sharing.replicas) if group is not None]
     means = Scalars([one.parameter for one in scalars], [MeanOfReplicas(ranks, group) for group in groups])
     used = Used(model, [one.places[0] for one in replaced[len(scalars) :]], ranks, order, means)
+    if policy_of(plan):
+        used.frozen = {name: one for name, one in model.named_parameters() if _stays_narrow(one)}
     used.handles += [
         *means.watch(), model.register_forward_hook(means), model.register_forward_hook(order),
         model.register_forward_pre_hook(means.check_finished, prepend=True), model.register_forward_hook(_let_go),
+        model.register_forward_pre_hook(used.check_frozen, prepend=True),
         *_let_load_whole(replaced[len(scalars) :]),
         *refuse_replacements(model),
     ]  # fmt: skip
@@ -168,9 +171,19 @@ STORED = {"mixed": torch.float32, "full": torch.float32, "pure": torch.bfloat16}
 
 
 def stored_dtype(parameter: torch.Tensor, plan: Plan) -> torch.dtype:
-    """The dtype that a plan for processes trains a parameter in: "full" leaves float64 as it is."""
+    """The dtype that a plan for processes keeps a parameter in: "full" leaves float64 as it is.
+
+    "mixed" leaves 16 bits of one that is not trained: it is gathered in 16 bits, and no optimizer adds small updates.
+    """
+    if plan.precision == "mixed" and _stays_narrow(parameter):
+        return parameter.dtype
     is_wider = plan.precision == "full" and parameter.dtype == torch.float64
     return parameter.dtype if is_wider else STORED.get(plan.precision, parameter.dtype)
+
+
+def _stays_narrow(parameter: torch.Tensor) -> bool:
+    """Whether "mixed" leaves a parameter in its 16 bits."""
+    return not parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16)
 
 
 def policy_of(plan: Plan, casts: bool = True) -> dict[str, Any]:

@@ -36,6 +36,7 @@ def shard_stages(model: nn.Module, record: PipelineRecord, sharing: Sharing) -> 
     used = record.used = shard(model, record.plan, sharing, record.device, record.replaced, absent)
 
     def run(program: Callable[..., Any], *args: Any) -> Any:
+        used.check_frozen()
         used.notes[-1](model, ())
         return program(*args)
 

@@ -37,6 +37,7 @@ class Used:
         places: (module, name) of the parameters. notes: hooks of the blocks, that of the model last.
         handles: of all hooks that follow the use.
         accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
+        frozen: parameters that are kept in 16 bits because they were not trained, by name.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Used:
         self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
         self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
         self.seen: set[int] = set()
+        self.frozen: dict[str, nn.Parameter] = {}
         self.memory = [_memory_of(one) for one in self.parameters]
         self.told: dict[int, int] = {}  # versions of parameters of which was said that they were assigned to
         self.handles: list[Any] = [
@@ -100,6 +102,19 @@ class Used:
                 f"{name} ({type(module).__name__}) was assigned to (parameter.data = …), which changes nothing of "
                 "a parameter that is sharded. Write into it: parameter.copy_(…) inside of torch.no_grad(), or "
                 "model.load_state_dict(…)."
+            )
+
+    def check_frozen(self, *_: Any) -> None:
+        """Hook before a forward: raise `ApplyError` if a parameter is trained now that is kept in 16 bits.
+
+        An optimizer would lose small updates of it, and fully_shard averages gradients of one dtype.
+        """
+        trained = next((name for name, one in self.frozen.items() if one.requires_grad), "")
+        if trained:
+            raise ApplyError(
+                f"{trained} was not trained when the plan was applied, so it is kept in {self.frozen[trained].dtype}. "
+                "Set requires_grad before autoshard.plan and autoshard.apply; or call autoshard.remove(model), set it, "
+                "plan and apply again, and make a new optimizer."
             )
 
     def take_parts(self, optimizer: torch.optim.Optimizer) -> None:

@@ -263,5 +263,5 @@ def _least_bytes(task: SearchTask, recipe: Recipe) -> float:
     precision = recipe.precision
     ranks = recipe.pp * recipe.tp * recipe.shards
     optimizer = precision.optimizer_bytes / (recipe.dp if recipe.zero else 1)
-    states = task.work.parameters * precision.parameters + task.work.trained * (precision.gradients + optimizer)
+    states = task.work.stored_bytes(precision) + task.work.trained * (precision.gradients + optimizer)
     return 0.9 * states / ranks + sum(outside_bytes(recipe, task.card).values())

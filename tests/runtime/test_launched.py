@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -326,6 +327,59 @@ def hooked(text):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def adapted(dtype=torch.bfloat16):
+    """Of each layer, some parameters are trained, beside frozen ones in the same module."""
+    model = decoder(dtype).requires_grad_(False)
+    for layer in model.layers:
+        layer.shift.requires_grad_()
+        layer.v.weight.requires_grad_()
+    return model
+
+
+def adapters(text, folder):
+    """How far frozen weights and a checkpoint are from the model's; what is said of one that is trained later."""
+    ids, plan = own_part(samples()), Plan.from_json(text)
+    model, frozen = adapted(), {name: one for name, one in adapted().named_parameters() if not one.requires_grad}
+    autoshard.apply(model, plan)
+    stored = {name: one.dtype for name, one in model.named_parameters()}
+    optimizer = torch.optim.AdamW((one for one in model.parameters() if one.requires_grad), lr=0.01)
+    for _ in range(2):
+        model(ids, labels=ids).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    autoshard.save(model, f"{folder}/weights")
+    autoshard.save_checkpoint(f"{folder}/training", model, optimizer)
+    again = autoshard.apply(adapted(), plan)
+    other = torch.optim.AdamW((one for one in again.parameters() if one.requires_grad), lr=0.01)
+    autoshard.load_checkpoint(f"{folder}/training", again, other)
+    losses = [each(ids, labels=ids) for each in (model, again)]
+    for loss in losses:
+        loss.backward()
+    optimizer.step()
+    other.step()
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    assert all(torch.equal(whole_of(one), whole_of(value)) for one, value in pairs)
+    values = {name: whole_of(one) for name, one in model.named_parameters()}
+    assert all(torch.equal(values[name], one) for name, one in frozen.items())
+    files = load_file(f"{folder}/weights/model.safetensors")
+    assert all(torch.equal(files[name], one) for name, one in frozen.items())
+    model.embed.weight.requires_grad_()
+    with pytest.raises(ApplyError, match=r"embed\.weight was not trained when .* kept in torch\.bfloat16"):
+        model(ids, labels=ids)
+    return {dtype for name, dtype in stored.items() if name in frozen}, set(stored.values())
+
+
+def thawed(text):
+    """How far the gradient of a parameter without a dimension is off that was frozen when the plan was applied."""
+    model, expected, ids = decoder(), decoder(), samples()
+    model.temperature.requires_grad_(False)
+    autoshard.apply(model, Plan.from_json(text))
+    model.temperature.requires_grad_()
+    model(own_part(ids), labels=own_part(ids)).backward()
+    expected(ids, labels=ids).backward()
+    return float(model.temperature.grad - expected.temperature.grad)
+
+
 def backward_flops(plan):
     model = autoshard.apply(decoder(), plan)
     part = own_part(samples())[: plan.micro_batch]
@@ -337,8 +391,8 @@ def backward_flops(plan):
 
 
 @sharded_replicas
-def test_sharded_training():
-    """In one launch: what is computed again, gradients of accumulated parts, and 16 bits.
+def test_sharded_training(tmp_path):
+    """In one launch: what is computed again, gradients of accumulated parts, and 16 bits, also of frozen parameters.
 
     Computed again are all products of a layer but the last, which backward does not need, or the second and fourth of
     its six. Two parts in 2**8 of bfloat16, through three layers, are 5 % of the largest number of a gradient.
@@ -353,6 +407,9 @@ def test_sharded_training():
     jobs["interrupted"] = (interrupted, texts["none"])
     for mesh in ("fsdp=2", "dp=2"):
         jobs[mesh] = (trained, lowered, plan_for(mesh, 2, torch.bfloat16, precision="mixed"), samples())
+    jobs["thawed"] = (thawed, texts["none"])
+    jobs["frozen"] = (trained, adapted, jobs["fsdp=2"][2], samples())
+    jobs["adapters"] = (adapters, jobs["fsdp=2"][2], str(tmp_path))
     jobs["float64"] = (
         trained,
         functools.partial(decoder, torch.float64),
@@ -368,6 +425,10 @@ def test_sharded_training():
         assert found["accumulated"] == [True, True, False]
         assert found["interrupted"] == pytest.approx((0, 0), abs=1e-4)
         assert found["float64"]["stored"] == {torch.float64} and found["float64"]["gradients"] < 1e-12
+        assert found["thawed"] == pytest.approx(0, abs=1e-5)
+        assert found["adapters"] == ({torch.bfloat16}, {torch.bfloat16, torch.float32})
+        assert found["frozen"]["stored"] == {torch.bfloat16, torch.float32}
+        assert found["frozen"]["losses"] < 0.01 and found["frozen"]["gradients"] < 0.05, found["frozen"]
         for mesh in ("fsdp=2", "dp=2"):
             assert found[mesh]["stored"] == {torch.float32}
             assert found[mesh]["losses"] < 0.01 and found[mesh]["gradients"] < 0.05, found

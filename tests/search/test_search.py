@@ -262,6 +262,27 @@ def test_frozen_parameters_have_no_gradients_and_unread_ones_take_memory():
     assert more["weights"] - part["weights"] == 4 * (512**2 - 1) / 2 and more["optimizer"] == part["optimizer"]
 
 
+@pytest.mark.parametrize(("precision", "dtype", "nbytes"), [
+    ("mixed", torch.bfloat16, 2), ("mixed", torch.float32, 4), ("full", torch.bfloat16, 4), ("pure", torch.bfloat16, 2),
+])  # fmt: skip
+def test_frozen_parameters_of_16_bits_are_priced_as_they_are_kept(precision, dtype, nbytes):
+    ids = torch.zeros(2, 64, dtype=torch.long, device="meta")
+    workload = Workload(batch_size=4, sequence_length=64, mode="training")
+    with torch.device("meta"):
+        model = Decoder(256, 2).to(dtype)
+        model.later = nn.Linear(512, 512, bias=False, dtype=dtype).requires_grad_(False)
+    model.layers.requires_grad_(False)
+    work = trace(model, {"ids": ids, "labels": ids}, workload)
+    task = make_task(work, parse_devices("2xA100-40GB"), Asked(precision=precision, mesh={"fsdp": 2}, micro_batch=1))
+    best = search(task).best
+    assert best is not None
+    frozen = sum(one.numel() for one in model.parameters() if not one.requires_grad)
+    trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    expected = nbytes * frozen + task.precision.parameters * trained
+    assert best.memory.curve[-1].bytes["weights"] == pytest.approx(expected / 2)
+    assert task.work.stored_bytes(task.precision) == pytest.approx(expected)  # of which recipes are ruled out
+
+
 def test_logits_that_leave_no_room_are_named():
     work = traced(samples=1, tokens=262144)
     with pytest.raises(PlanError, match=r"10\.0 GiB are logits and their copies around the loss.* it fits: tp=2, "):
