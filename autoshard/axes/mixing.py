@@ -21,7 +21,7 @@ def _sum(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Sequence[Axi
     "amax", "amin", "max", "min", "argmax", "argmin", "prod", "all", "any", "logsumexp", "median", "nanmedian", "var",
     "std", "var_mean", "std_mean", "aminmax", "count_nonzero", "linalg_vector_norm", "norm", "kthvalue", "topk", "sort",
     "softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumsum_", "cumprod", "logcumsumexp", "cummax",
-    "cummin", "flip", "roll", "unfold", "_fft_r2c", "_fft_c2r", "_fft_c2c",
+    "cummin", "flip", "roll", "unfold", "_fft_r2c", "_fft_c2r", "_fft_c2c", "quantile", "nanquantile",
 )  # fmt: skip
 def _along(walk: Context, x: Seen, *args: Any, **kwargs: Any) -> list[Sequence[Axis | None]]:
     if args and isinstance(args[0], Seen):  # max(x, other)

@@ -178,6 +178,14 @@ rule(
 )(pointwise)  # fmt: skip
 
 
+@rule("prelu")
+def _prelu(walk: Context, x: Seen, weight: Seen) -> list[Axes]:
+    """One slope, or one per channel (dimension 1)."""
+    if len(x.shape) > 1 and weight.shape and weight.shape[0] > 1:
+        walk.unify(x.axes[1], weight.axes[0])
+    return [x.axes]
+
+
 @rule(
     "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits",
     "soft_margin_loss",

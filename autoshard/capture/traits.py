@@ -23,7 +23,7 @@ WHOLE = frozenset({
     "rrelu_", "cross_entropy_loss", "nll_loss", "nll_loss_nd", "reshape", "flatten", "contiguous", "to", "one_hot",
     "stft", "istft", "split", "chunk", "unsafe_chunk", "embedding_bag", "grid_sampler", "_weight_norm",
     "repeat_interleave.self_int", "where.Scalar", "where.ScalarSelf", "where.ScalarOther", "adaptive_avg_pool1d",
-    "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+    "adaptive_avg_pool2d", "adaptive_avg_pool3d", "prelu", "quantile.scalar", "nanquantile.scalar",
 })  # fmt: skip
 """Composite ops that composite graphs have as one: a rule says more of them than of their parts."""
 _UNINITIALISED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")

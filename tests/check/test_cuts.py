@@ -188,6 +188,13 @@ def test_a_bias_that_other_code_reads_is_not_hidden_from_it():
     assert "sum in blocks.0 reads what linear in blocks.0.down adds" in reasons
 
 
+@pytest.mark.parametrize("slopes", [1, 5])
+def test_layers_around_a_prelu_are_cut_together(slopes):
+    _, found, checks = analysed(nn.Sequential(nn.Linear(24, 16), nn.PReLU(slopes), nn.Linear(16, 8)))
+    group = next(group for group in found.groups if {"0.weight", "2.weight"} <= {shard.name for shard in group.shards})
+    assert group.size == 16 and isinstance(checks([group], [(8, 8)])[0], Cut)
+
+
 def test_a_missing_sum_is_found():
     _, found, checks = analysed(Stack(Grouped))
     group = of_blocks(found, 2)
