@@ -14,8 +14,8 @@ from torch import nn
 
 from autoshard.common.progress import shown_progress
 from autoshard.engine.estimate import Estimate
-from autoshard.errors import SpecError
-from autoshard.plan import Plan, refuse_priced_alone
+from autoshard.errors import PlanError, SpecError
+from autoshard.plan import Plan
 from autoshard.plan.choices import (
     Launch,
     Objective,
@@ -200,7 +200,10 @@ def apply(
         return apply_device_map(model, plan)
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
-            refuse_priced_alone(plan, "check_first_batch", "Leave it out.")
+            raise PlanError(
+                f"check_first_batch does not handle plans for one process per device yet ({plan.strategy}). Leave it "
+                "out."
+            )
         plan = completed(model, plan, inputs, assume_independent_rows=assume_independent_rows)
     else:
         settings: dict[str, Any] = {"strategy": strategy, "objective": objective, "workload": workload}

@@ -15,7 +15,7 @@ from autoshard.cli.console import IMPOSSIBLE, command, errors, output, print_jso
 from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.opening import Opened, make_largest, make_plan, open_plan, read_plan
 from autoshard.cli.reporting import compare_command, explain_command, report_command, trace_command
-from autoshard.cli.steps import capturing, check_same_model, devices_of, load, load_to_run, profile_of
+from autoshard.cli.steps import capturing, check_same_model, devices_of, load, load_skeleton, load_to_run, profile_of
 from autoshard.common.files import check_writable
 from autoshard.common.start import end_quietly, leave
 from autoshard.errors import PlanError, SpecError
@@ -147,7 +147,8 @@ def verify_command(
     if plan is not None and workload.assumed:
         workload = plan.workload
     cluster = None if plan is not None else devices_of(devices, settings["max_memory"])
-    loaded = load_to_run(target, workload)
+    started = plan is not None and needs_processes(plan)
+    loaded = load_skeleton(target, workload) if started else load_to_run(target, workload)
     profile = profile_of(loaded)
     if plan is not None:
         check_same_model(plan, profile, plan_file or "")
@@ -155,7 +156,7 @@ def verify_command(
         plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     wanted: dict[str, Any] = {"training": asked.train or None, "new_tokens": asked.new_tokens}
     with step("running the model whole and split"):
-        if plan is not None and needs_processes(plan):
+        if plan is not None and started:
             found = verify_in_processes(target, plan, **wanted)
         else:
             found = verify(loaded.model, plan, inputs=loaded.inputs, **wanted)

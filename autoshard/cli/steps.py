@@ -43,8 +43,16 @@ def load(target: str, workload: Workload, *, with_weights: bool = False) -> "Tar
 
 def load_to_run(target: str, workload: Workload) -> "Target":
     """Build what TARGET names with its weights. Raises `PlanError` where this machine can't run it whole and split."""
+    from autoshard.integrations.skeleton import has_weights
+
+    skeleton = load_skeleton(target, workload)
+    return skeleton if has_weights(skeleton.model) else load(target, workload, with_weights=True)
+
+
+def load_skeleton(target: str, workload: Workload) -> "Target":
+    """The same without its weights, for what others run."""
     from autoshard.cluster.detect import free_host_bytes
-    from autoshard.integrations.skeleton import has_weights, parameter_bytes
+    from autoshard.integrations.skeleton import parameter_bytes
 
     skeleton = load(target, workload)
     needed, free = COPIES * parameter_bytes(skeleton.model), free_host_bytes()
@@ -53,7 +61,7 @@ def load_to_run(target: str, workload: Workload) -> "Target":
             f"verifying runs the model whole and split, which takes about {format_bytes(needed)} of memory; "
             f"{format_bytes(free)} are free. Verify a smaller configuration of the same architecture."
         )
-    return skeleton if has_weights(skeleton.model) else load(target, workload, with_weights=True)
+    return skeleton
 
 
 def profile_of(target: "Target") -> "Profile":

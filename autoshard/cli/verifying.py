@@ -55,14 +55,13 @@ def verify_in_processes(target: str, plan: Plan, training: bool | None, new_toke
 
 def _here(plan: Plan) -> Plan:
     """The plan on devices of this machine: its own if they are here, else a CPU each."""
-    from autoshard.verify.stage import is_here
+    from autoshard.verify.stage import is_here, renamed
 
     if all(is_here(device.name) for device in plan.devices):
         return plan
     names = {device.name: f"cpu:{number}" for number, device in enumerate(plan.devices)}
-    devices = tuple(replace(device, name=names[device.name], host="host0") for device in plan.devices)
-    placements = {path: names[name] for path, name in plan.placements.items()}
-    return replace(plan, devices=devices, placements=placements)
+    here = renamed(plan, names)
+    return replace(here, devices=tuple(replace(device, host="host0") for device in here.devices))
 
 
 def _on_rank(target: str, text: str, training: bool | None, new_tokens: int | None) -> "Verification | str":

@@ -2,7 +2,7 @@
 
 from autoshard.plan.mesh import Mesh, PlanDevice, Stage
 from autoshard.plan.placement import check_placements
-from autoshard.plan.plan import PLAN_VARIABLE, Plan, refuse_priced_alone
+from autoshard.plan.plan import PLAN_VARIABLE, Plan
 from autoshard.plan.reading import PLAN_FORMAT, PLAN_VERSION
 
 __all__ = [
@@ -14,5 +14,4 @@ __all__ = [
     "PlanDevice",
     "Stage",
     "check_placements",
-    "refuse_priced_alone",
 ]

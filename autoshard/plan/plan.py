@@ -291,12 +291,6 @@ class Plan:
             raise PlanError(f"{path}: {error}") from None
 
 
-def refuse_priced_alone(plan: Plan, what: str, instead: str) -> None:
-    """Raise `PlanError` for a plan whose recipe is priced, but which nothing but `plan` and `estimate` handle yet."""
-    if plan.launch:
-        raise PlanError(f"{what} does not handle plans for one process per device yet ({plan.strategy}). {instead}")
-
-
 def _device_name(path: str, device: Any) -> str:
     """Turn an index, a digit string, a device string or a `torch.device` into a device name."""
     if isinstance(device, torch.device):

@@ -140,7 +140,7 @@ def sharded_inside(model: nn.Module) -> nn.Module | None:
     from torch.distributed.fsdp import FSDPModule
 
     called = bool(FSDPModule.__subclasses__())  # else nobody looks through the modules, which takes time
-    return next((one for one in model.modules() if isinstance(one, FSDPModule)), None) if called else None
+    return next(filter(is_fully_sharded, model.modules()), None) if called else None
 
 
 def refuse_nested(module: nn.Module, args: tuple) -> None:

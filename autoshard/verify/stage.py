@@ -1,7 +1,7 @@
 """Where a verification runs: the devices of the plan, or simulated ones."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -51,14 +51,19 @@ def devices_of(plan: Plan) -> Iterator[RunDevices]:
         parts = [known.get(name) or PlanDevice(name=name, memory_bytes=0) for name in names]
         sized = [replace(part, memory_bytes=part.memory_bytes or UNLIMITED_BYTES) for part in parts]
         with simulate(cluster_of(sized)) as simulated:
-            renamed = dict(zip(names, simulated, strict=True))
-            here = replace(
-                plan,
-                placements={path: renamed[name] for path, name in plan.placements.items()},
-                devices=tuple(replace(part, name=renamed[part.name]) for part in sized),
-                pins={},
-            )
-            yield RunDevices(plan=here, simulated=simulated, original_names={new: old for old, new in renamed.items()})
+            new_names = dict(zip(names, simulated, strict=True))
+            here = renamed(replace(plan, devices=tuple(sized), pins={}), new_names)
+            originals = {new: old for old, new in new_names.items()}
+            yield RunDevices(plan=here, simulated=simulated, original_names=originals)
+
+
+def renamed(plan: Plan, names: Mapping[str, str]) -> Plan:
+    """The plan with other names for its devices."""
+    return replace(
+        plan,
+        placements={path: names[name] for path, name in plan.placements.items()},
+        devices=tuple(replace(device, name=names[device.name]) for device in plan.devices),
+    )
 
 
 def devices_used(plan: Plan) -> set[str]:
