@@ -23,7 +23,7 @@ FILLED = frozenset({
 })  # fmt: skip
 """Ops whose elements are one number, or drawn alike for all places."""
 SAME = names(rules.same, rules.dropout, rules.noise, rules.rrelu) | {"bernoulli", "requires_grad_"}
-SIZED = FILLED | RESHAPES | {"expand", "repeat", "constant_pad_nd", "affine_grid_generator"}
+SIZED = FILLED | RESHAPES | {"expand", "repeat", "repeat_interleave", "constant_pad_nd", "affine_grid_generator"}
 """Ops to which lists of numbers say how large a tensor is."""
 
 

@@ -148,7 +148,7 @@ class BatchWalk(BatchAxes):
         if not self.resized(op):
             return False
         alike = _scalars(plain(op)) == _scalars(plain(self.other.ops[op.index]))
-        if name in SIZED and alike:
+        if name in SIZED and (alike or name == "repeat_interleave"):
             return False
         if name in CONVOLUTIONS and _ungrouped(op) == _ungrouped(self.other.ops[op.index]):
             return False

@@ -606,6 +606,7 @@ def _tabled(by):
         lambda h, table: h.flatten(0, 1) + table[:4].expand(len(h), 4, 6).reshape(-1, 6),
         lambda h, table: h.flatten(0, 1) * table[:2].repeat(2 * len(h), 1),
         lambda h, table: (h.flatten(0, 1)[:, None] + table[:8, None].repeat(len(h), 1, 1).view(-1, 2, 6)).flatten(0, 1),
+        lambda h, table: h + table[None, :4].repeat_interleave(len(h), 0),
         lambda h, table: F.pad(h, (0, 0, 1, 1)).flatten(0, 1).view(len(h), 6, 6).cumsum(1),
     ],
 )
