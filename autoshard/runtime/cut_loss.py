@@ -102,6 +102,8 @@ def _of_tokens(call: Callable[..., torch.Tensor], dim: int, axis: Axis, given: d
     """The loss where each rank has the logits of as many tokens, one rank's after the other's along `dim`."""
     logits, labels, ranks = given["input"], given["target"], axis.ranks
     part, along_labels = _local(logits), dim - (dim > 1)
+    if labels.shape[along_labels] != logits.shape[dim]:
+        return call(**(given | {"input": _whole(logits, axis)}))  # which says so
     own = labels.narrow(along_labels, (ranks.rank or 0) * part.shape[dim], part.shape[dim])
     reduction = given.get("reduction", "mean")
     each = "none" if reduction == "none" else "sum"

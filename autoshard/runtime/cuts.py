@@ -255,7 +255,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     for path, steps in ready.steps.items():
         handles += install(modules[path], steps)
     for tokens in {memo.tokens for memo in ready.memos.values()}:
-        handles.append(model.register_forward_pre_hook(tokens.begin))
+        handles.append(model.register_forward_pre_hook(tokens.begin, with_kwargs=True))
         handles.append(model.register_forward_hook(tokens.end, always_call=True))
     for block, memo in ready.memos.items():
         for path in {block, ""}:  # a block may be a container that is never called itself

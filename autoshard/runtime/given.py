@@ -1,12 +1,16 @@
-"""Lists and dicts that a forward was given where it runs in parts or on several ranks, each with some of its own.
+"""What a forward was given where it runs in parts or on several ranks, each with some of its own.
 
-What is put into them there, the caller would not see. Tensors that a forward writes into are refused at plan time.
+What is put into lists and dicts there, the caller would not see. Tensors that a forward writes into are refused at plan
+time.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from autoshard.errors import ApplyError
+from autoshard.nested import leaves_in
 
 
 class Given:
@@ -26,6 +30,24 @@ class Given:
                     f"the forward of {name} changes its {where} in place, and {why}. Let it change a copy, or place "
                     'whole modules (strategy="balanced").'
                 )
+
+
+def picks_tokens(arguments: tuple[tuple, dict], count: int, ranks: int) -> str:
+    """Name an argument by which code may pick tokens, as in `x[:, -n:]`; "" if there is none.
+
+    Only those of which a rank with `count` of the tokens would have enough of its own, and all ranks together others:
+    what picks fewer is seen by the size of the result.
+    """
+    for path, leaf in leaves_in(arguments):
+        if isinstance(leaf, torch.Tensor):
+            found = leaf.dim() == 1 and leaf.numel() == count and not leaf.is_floating_point()
+        else:
+            numbers = (leaf.start, leaf.stop) if isinstance(leaf, slice) else (leaf,)
+            whole = [abs(one) for one in numbers if isinstance(one, int) and not isinstance(one, bool)]
+            found = any(count <= one < count * ranks for one in whole)
+        if found:
+            return path.partition(".")[2]
+    return ""
 
 
 def _containers(value: Any) -> Iterator[Any]:

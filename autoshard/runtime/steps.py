@@ -14,6 +14,7 @@ from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensor
 from autoshard.plan.sharding import LOSSES, Action, LocalLength
 from autoshard.runtime import cut_loss
 from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, copy_from_region, copy_to_region, reduce, tracked
+from autoshard.runtime.given import picks_tokens
 from autoshard.torch_private import version_of
 
 BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"})
@@ -29,23 +30,39 @@ _ON_RESULTS = frozenset({"reduce", "mean", "gather", "spread", "copy_from", "sca
 class Tokens:
     """Whether ranks divide tokens in the forward of the model that runs: if it began with gradients; None for none.
 
-    Code may disable them for a part of the model, and reentrant checkpoints do.
+    Code may disable them for a part of the model, and reentrant checkpoints do. `counts`: how many tokens a rank was
+    given of what was divided in this forward; `given`: its arguments.
     """
 
-    __slots__ = ("divided",)
+    __slots__ = ("counts", "divided", "given")
 
     def __init__(self) -> None:
         self.divided: bool | None = None
+        self.counts: set[int] = set()
+        self.given: tuple[tuple, dict] = (), {}
 
-    def begin(self, module: nn.Module, args: tuple) -> None:
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Pre-hook of the model."""
         if not torch.compiler.is_compiling():
-            self.divided = torch.is_grad_enabled()
+            self.divided, self.given = torch.is_grad_enabled(), (args, kwargs)
+            self.counts.clear()
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
         """Hook, also after an exception."""
         if not torch.compiler.is_compiling():
-            self.divided = None
+            self.divided, self.given = None, ((), {})
+
+    def check_all(self, count: int, ranks: int, where: str) -> None:
+        """Raise `ApplyError` where code may have picked some tokens of a rank's, of which `count` are left."""
+        if self.divided is None or torch.compiler.is_compiling() or torch_private.autograd_node() is not None:
+            return
+        picking = picks_tokens(self.given, count, ranks)
+        if picking or count not in self.counts:
+            picked = f"the argument {picking} may pick tokens" if picking else f"only {count} tokens of a rank are left"
+            raise ApplyError(
+                f"{where}: {picked}, and each rank picks from its own. Plan again with inputs like these, or call the "
+                "model for all tokens and pick from what it gives."
+            )
 
     def __call__(self, where: str) -> bool:
         """Whether they are divided at a place of that name. Raises `ApplyError` if only this place has gradients."""
@@ -150,6 +167,8 @@ class Step:
                 f"{self.where} has {tensor.shape[dim]} tokens, which {degree} ranks can't divide. Pad sequences to a "
                 f"multiple of {degree}, or apply dataclasses.replace(plan, sequence_parallel=False)."
             )
+        if kind == "divide" and not torch.compiler.is_compiling():
+            self.memo.tokens.counts.add(tensor.shape[dim] // degree)
         if kind != "collect":
             return along(tensor, self.ranks, dim, kind)
         return self.memo.collect(tensor, self.ranks, dim)
@@ -242,7 +261,10 @@ class Step:
             return copy_from_region(tensor, self.ranks)
         if self.action.kind == "spread_tokens":
             self._check_dims(tensor)
-            return cut_loss.spread_tokens(tensor, self.ranks, self.action.dim) if self._divides else tensor
+            if not self._divides:
+                return tensor
+            self.memo.tokens.check_all(tensor.shape[self.action.dim], self.ranks.size, self.where)
+            return cut_loss.spread_tokens(tensor, self.ranks, self.action.dim)
         if self.action.kind in ALONG:
             if self._divides:
                 return self._moved(tensor)

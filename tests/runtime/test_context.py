@@ -96,12 +96,14 @@ class Net(nn.Module):
         self.embed, self.head, self.near = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), near
         self.layers = nn.ModuleList(kind() for _ in range(2))
 
-    def forward(self, ids, labels=None, states=False):
+    def forward(self, ids, labels=None, states=False, last=0):
         x, at = self.embed(ids), torch.arange(ids.shape[1])
         turn = at.cos().view(1, 1, -1, 1)
         mask = (at <= at[:, None]) & (at > at[:, None] - self.near) if self.near else None
         for layer in self.layers:
             x = layer(x, turn, mask)
+        if last:
+            x = x[:, -last:]
         logits = self.head(self.norm(x)).float()
         if states:
             return logits, x
@@ -122,12 +124,13 @@ MAKES = {
 }
 IDS = torch.randint(0, WORDS, (SAMPLES, TOKENS), generator=torch.Generator().manual_seed(1))
 INPUTS = {"ids": IDS, "labels": IDS}
+LAST = {"ids": IDS, "last": TOKENS - 2}
 WORK = Workload(mode="training", batch_size=SAMPLES)
 
 
-def plan_of(make, mesh, devices, **wishes):
+def plan_of(make, mesh, devices, inputs=INPUTS, **wishes):
     return autoshard.plan(
-        make(), launched.devices_of(devices), inputs=INPUTS, launch="processes", mesh=mesh, workload=WORK,
+        make(), launched.devices_of(devices), inputs=inputs, launch="processes", mesh=mesh, workload=WORK,
         precision="full", **wishes,
     ).to_json()  # fmt: skip
 
@@ -177,11 +180,21 @@ def given_out(plan):
 
 
 def asked(plan):
-    """What is said where a rank would hand out the tokens that it has."""
-    model = autoshard.apply(made(Mixing), plan)
-    with pytest.raises(ApplyError) as caught:
-        model(IDS, states=True)
-    return str(caught.value)
+    """What is said where a rank would hand out the tokens that it has, or the last ones of these."""
+    model, said = autoshard.apply(made(Mixing), plan), []
+    for asks in ({"states": True}, {"last": 1}, {"last": TOKENS - 2}):
+        with pytest.raises(ApplyError) as caught:
+            model(IDS, **asks)
+        said.append(str(caught.value))
+    with torch.no_grad():
+        assert torch.equal(model(IDS, last=1), made(Mixing)(IDS)[:, -1:])
+    return said
+
+
+def last_tokens(plan):
+    """How far the last six logits are from the whole model's, where the plan was made for those."""
+    alone, model = made(Block), autoshard.apply(made(Block), Plan.from_json(plan), inputs=LAST)
+    return float((model(**LAST) - alone(**LAST)).abs().max())
 
 
 @sharded_replicas
@@ -199,10 +212,12 @@ def test_parts_of_sequences_train_as_on_one_process(ranks):
     if ranks == 2:
         text = plan_of(answering, "cp=2", 2, recompute="none", micro_batch=1, divided_outputs=True)
         jobs[given_out] = given_out, text
+        jobs[last_tokens] = last_tokens, plan_of(MAKES["plain"], "cp=2", 2, LAST)
     for results in run_ranks(run_jobs, ranks, jobs):
-        assert asked not in jobs or "tensor of shape [4, 4, 16] at '1' that the plan does not know" in results.pop(
-            asked
-        )
+        states, *picked = results.pop(asked, ("tensor of shape [4, 4, 16] at '1' that the plan does not know",))
+        assert "tensor of shape [4, 4, 16] at '1' that the plan does not know" in states
+        assert all("head: " in said and "each rank picks from its own" in said for said in picked)
+        assert results.pop(last_tokens, 0) < 1e-6
         if given_out in jobs:
             shape, whole, errors = results.pop(given_out)
             assert shape == (1, TOKENS // 2, WORDS) and whole and max(errors) < 1e-5
