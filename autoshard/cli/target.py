@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from autoshard.errors import AutoshardError, SpecError
+from autoshard.nested import tensors_in
 from autoshard.plan.workload import Workload
 
 MOST_CALLS = 4
@@ -171,7 +172,9 @@ def _inputs(path: Path, module: ModuleType, workload: Workload) -> Any:
         names = inspect.signature(inputs).parameters
         wanted = {name: value for name, value in given.items() if name in names}
         inputs = _call(path, "example_inputs()", lambda: module.example_inputs(**wanted))
-    if "sequence_length" in given and "sequence_length" not in wanted:
+    length = given.get("sequence_length")
+    there = any(length in tensor.shape for _, tensor in tensors_in(inputs))  # in a plan of such inputs, say
+    if length is not None and "sequence_length" not in wanted and not there:
         raise SpecError(
             f"--seq has no effect: the lengths are those of example_inputs in {path}. Leave it out, or write "
             "def example_inputs(sequence_length): there."

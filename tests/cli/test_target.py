@@ -59,7 +59,7 @@ def test_example_inputs_may_take_the_shape_of_the_workload(tmp_path):
             return torch.zeros(batch_size, 3)
     """
     assert load(tmp_path, text).inputs.shape == (1, 3)
-    assert load(tmp_path, text, workload=Workload(batch_size=5)).inputs.shape == (5, 3)
+    assert load(tmp_path, text, workload=Workload(batch_size=5, sequence_length=3)).inputs.shape == (5, 3)
     with pytest.raises(SpecError, match=r"--seq has no effect.*sequence_length"):
         load(tmp_path, text, workload=Workload(batch_size=5, sequence_length=7))
 
