@@ -403,15 +403,16 @@ def verify(
     `plan`: a `Plan` or a `device_map`; None if the model is applied already. `training` and `new_tokens` add backward
     and optimizer steps, and cached decoding; by default what the plan's workload says. A plan for processes is verified
     in them: all call it, and `autoshard verify` starts them. Returns a report with `.ok`,
-    `.max_error` and `.first_difference`. Raises `VerifyError` if there is nothing to compare.
+    `.max_error` and `.first_difference`. Raises `VerifyError` if there is nothing to compare, or the plan refuses the
+    call.
     """
-    from autoshard.verify.processes import OWN_PRECISION, in_own_precision
+    from autoshard.verify.processes import OWN_PRECISION, in_own_precision, without_cache
     from autoshard.verify.verify import verify as compare
 
     run: dict[str, Any] = {"training": training, "new_tokens": new_tokens, "tolerance": tolerance}
     if not isinstance(plan, Plan) or plan.launch != "processes":
         return compare(model, plan, inputs, **run)
-    own = in_own_precision(model, plan)
+    own, inputs = in_own_precision(model, plan), without_cache(model, plan, inputs)
     found = compare(model, completed(model, own, inputs), inputs, **run)
     return found if own == plan else replace(found, notes=(*found.notes, OWN_PRECISION))
 

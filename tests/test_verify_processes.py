@@ -9,13 +9,14 @@ import torch.distributed as dist
 import autoshard
 from autoshard.errors import PlanError, VerifyError
 from autoshard.plan import Mesh, Plan
+from autoshard.plan.workload import Workload
 from autoshard.verify.processes import OWN_PRECISION
 from tests.blocks import Mixes
-from tests.pipelines.models import decoder, skips
+from tests.pipelines.models import decoder, llama, skips
 from tests.pipelines.plans import plan_of
 from tests.ranks import run_ranks
 from tests.runtime.test_launched import decoder as attentive
-from tests.runtime.test_launched import plan_for, samples
+from tests.runtime.test_launched import devices_of, plan_for, samples
 from tests.torch_releases import SHARDS_REPLICAS
 
 
@@ -38,6 +39,7 @@ def on_two():
         for mesh in ("fsdp=2", "tp=2", "pp=2"):
             made = Plan.from_json(plan_for(mesh, 2, precision="mixed", recompute="full"))
             said[mesh] = autoshard.verify(attentive(), made, inputs=given)
+        said["derived inputs"] = with_a_cache()
         made = Plan.from_json(plan_for("dp=2", 2))
         said["wrong"] = autoshard.verify(wrong(attentive()), made, inputs=given)
         with pytest.raises(PlanError, match="4 processes, one per device, and 2 run"):
@@ -52,6 +54,19 @@ def on_two():
     with pytest.raises(VerifyError, match="has a part of it only"):
         autoshard.verify(model, inputs=inputs)
     return said, left
+
+
+def with_a_cache():
+    """Of a decoder whose layers are recomputed, and which makes a cache unless it is told not to, as verify does."""
+    model, ids = llama(2, tie_word_embeddings=False), torch.arange(32).view(4, 8)
+    given = {"input_ids": ids, "labels": ids}
+    plan = autoshard.plan(
+        model, devices_of(2), inputs=given, launch="processes", mesh="pp=2", recompute="full", precision="full",
+        workload=Workload(mode="training", batch_size=4, sequence_length=8),
+    )  # fmt: skip
+    with pytest.raises(VerifyError, match=r"nothing could be compared.*use_cache=False"):
+        autoshard.verify(model, plan, inputs=given)
+    return autoshard.verify(model, plan)
 
 
 def wrong(model):

@@ -147,8 +147,8 @@ def verify_command(
     if plan is not None and workload.assumed:
         workload = plan.workload
     cluster = None if plan is not None else devices_of(devices, settings["max_memory"])
-    started = plan is not None and needs_processes(plan)
-    loaded = load_skeleton(target, workload) if started else load_to_run(target, workload)
+    count = len(plan.devices) if plan is not None and needs_processes(plan) else 0
+    loaded = load_skeleton(target, workload, count) if count else load_to_run(target, workload)
     profile = profile_of(loaded)
     if plan is not None:
         check_same_model(plan, profile, plan_file or "")
@@ -156,7 +156,7 @@ def verify_command(
         plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
     wanted: dict[str, Any] = {"training": asked.train or None, "new_tokens": asked.new_tokens}
     with step("running the model whole and split"):
-        if plan is not None and started:
+        if plan is not None and count:
             found = verify_in_processes(target, plan, **wanted)
         else:
             found = verify(loaded.model, plan, inputs=loaded.inputs, **wanted)

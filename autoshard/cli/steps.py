@@ -45,20 +45,21 @@ def load_to_run(target: str, workload: Workload) -> "Target":
     """Build what TARGET names with its weights. Raises `PlanError` where this machine can't run it whole and split."""
     from autoshard.integrations.skeleton import has_weights
 
-    skeleton = load_skeleton(target, workload)
+    skeleton = load_skeleton(target, workload, 1)
     return skeleton if has_weights(skeleton.model) else load(target, workload, with_weights=True)
 
 
-def load_skeleton(target: str, workload: Workload) -> "Target":
-    """The same without its weights, for what others run."""
+def load_skeleton(target: str, workload: Workload, processes: int) -> "Target":
+    """The same without its weights, for what so many processes of this machine run."""
     from autoshard.cluster.detect import free_host_bytes
     from autoshard.integrations.skeleton import parameter_bytes
 
     skeleton = load(target, workload)
-    needed, free = COPIES * parameter_bytes(skeleton.model), free_host_bytes()
+    needed, free = processes * COPIES * parameter_bytes(skeleton.model), free_host_bytes()
     if needed > free:
+        where = f" in each of {processes} processes" if processes > 1 else ""
         raise PlanError(
-            f"verifying runs the model whole and split, which takes about {format_bytes(needed)} of memory; "
+            f"verifying runs the model whole and split{where}, which takes about {format_bytes(needed)} of memory; "
             f"{format_bytes(free)} are free. Verify a smaller configuration of the same architecture."
         )
     return skeleton

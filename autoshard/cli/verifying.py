@@ -70,14 +70,14 @@ def _on_rank(target: str, text: str, training: bool | None, new_tokens: int | No
     import torch.distributed as dist
 
     from autoshard.api import verify
-    from autoshard.cli.steps import load_to_run
+    from autoshard.cli.steps import load
 
     plan = Plan.from_json(text)
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // len(plan.devices)))
     dist.init_process_group()
     torch.manual_seed(0)  # all have the same weights
     try:
-        loaded = load_to_run(target, plan.workload)
+        loaded = load(target, plan.workload, with_weights=True)
         return verify(loaded.model, plan, inputs=loaded.inputs, training=training, new_tokens=new_tokens)
     except AutoshardError as error:
         return str(error)

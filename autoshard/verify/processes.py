@@ -9,6 +9,7 @@ model itself has on the rows of each: that is what DistributedDataParallel promi
 A plan that was made elsewhere is run in the precision of the model itself, so that rounding hides nothing.
 """
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from math import inf
@@ -17,8 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoshard.capture.capture import calls_of
 from autoshard.check.batch import find_batch_axis
-from autoshard.errors import PlanError, VerifyError
+from autoshard.errors import ApplyError, PlanError, VerifyError
 from autoshard.nested import tensors_in
 from autoshard.pipelines.schedule import RankSchedule
 from autoshard.plan import Plan
@@ -32,7 +34,7 @@ from autoshard.runtime.pipeline_record import pipeline_record
 from autoshard.verify.compare import Errors, compare, stopped, verification
 from autoshard.verify.report import Difference, Verification
 from autoshard.verify.run import RunResult, Work, after_backward, loss_of, optimizer_of, results_of, run
-from autoshard.verify.runner import CHOOSING, IN_PARTS, Build, failures_of, run_both
+from autoshard.verify.runner import CHOOSING, IN_PARTS, REFUSED, Build, failures_of, run_both
 
 OWN_PRECISION = "the plan trains in another precision; what is compared is computed in that of the model itself"
 
@@ -62,6 +64,7 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     assert device is not None
     work = _on_own_rows(original(), plan, batch, replace(work, divided=True, cut=bool(plan.cuts)), ranks.rank)
     failed: list[Errors] = []
+    refused: list[Exception] = []
 
     def whole() -> list[RunResult]:
         model = original()
@@ -72,17 +75,34 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
         model = apply_plan(original(), plan)
         try:
             return list(_applied(model, batch, work))
+        except (PlanError, ApplyError) as error:
+            refused.append(error)
+            return []
         except Exception as error:  # what stops a run is a finding
             failed.append(stopped("forward", f"{type(error).__name__}: {error}"))
             return []
 
     expected, found, work = run_both(whole, planned, work, notes, [device])
+    told = [error for of_rank in ranks.exchange([str(error) for error in refused]) for error in of_rank]
+    if told:
+        raise VerifyError(REFUSED.format(told[0]))
     known = {(one.during, one.module, one.output): one for one in expected}
     missing = [one for one in found if (one.during, one.module, one.output) not in known]
     if missing:
         failed.append(stopped(missing[0].during, "the original has none", missing[0].module, missing[0].output))
     wanted = [known[one.during, one.module, one.output] for one in found] if not missing else []
     return _together(failed[0] if failed else compare(wanted, found, tolerance, work), work, notes, ranks)
+
+
+def without_cache(model: nn.Module, plan: Plan, inputs: Any) -> Any:
+    """The inputs; where there are none, those of the model's configuration, without a cache in stages: layers share it.
+
+    Stages that are sharded or cut call their layers whole, and refuse a call that makes one.
+    """
+    known = "use_cache" in inspect.signature(model.forward).parameters
+    if inputs is not None or not known or plan.mesh is None or plan.mesh.pp == 1:
+        return inputs
+    return {**calls_of(model, None, plan.workload)[0][1], "use_cache": False}
 
 
 def in_own_precision(model: nn.Module, plan: Plan) -> Plan:

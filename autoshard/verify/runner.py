@@ -31,6 +31,7 @@ IN_PARTS = (
     "parts of the batch take other matrix products than the whole, so results are equal to rounding: what passes is "
     f"{_PASSES}"
 )
+REFUSED = "nothing could be compared, as the plan refuses this call of the model: {}"
 DRAWN = (
     "random numbers were taken to be the same for all rows, and nothing was dropped: parts draw other ones than the "
     "whole"

@@ -19,7 +19,7 @@ from autoshard.capture.inputs import Call
 from autoshard.common.progress import tell
 from autoshard.engine.offloaded import with_stores
 from autoshard.engine.pricer import price
-from autoshard.errors import AutoshardError, VerifyError
+from autoshard.errors import ApplyError, AutoshardError, PlanError, VerifyError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.profile.measure import profile_graph
@@ -35,7 +35,7 @@ from autoshard.verify.locate import locate
 from autoshard.verify.processes import runs_as_mesh, verify_processes
 from autoshard.verify.report import DevicePeak, Difference, Verification
 from autoshard.verify.run import RunResult, Work, run
-from autoshard.verify.runner import CHOOSING, IN_PARTS, REORDERED, Build, copies_of, failures_of, run_both
+from autoshard.verify.runner import CHOOSING, IN_PARTS, REFUSED, REORDERED, Build, copies_of, failures_of, run_both
 from autoshard.verify.stage import RunDevices, accelerators_of, device_of, devices_of, is_divided
 
 
@@ -61,8 +61,8 @@ def verify(
     (gradients, a plan with cuts, one that divides the batch) 1e-5 of the largest value of each tensor (in float32)
     passes besides. Under torchrun all processes call it, and each holds what it has against the model.
 
-    Raises `VerifyError` if there is nothing to compare or the original itself fails, `PlanError` and `ApplyError` as
-    `apply` does.
+    Raises `VerifyError` if there is nothing to compare, the original itself fails, or the plan refuses such a call;
+    `PlanError` and `ApplyError` as `apply` does.
     """
     if plan is None and not is_applied(model):
         raise VerifyError(
@@ -213,6 +213,8 @@ class _Applied:
         model = self.build()
         try:
             run(model, self.work, self.input_device, None if simulated is None else self._measure, results)
+        except (PlanError, ApplyError) as error:
+            raise VerifyError(REFUSED.format(error)) from error
         except Exception as error:  # anything that a tensor on the wrong device may make the user's forward raise
             self.full = isinstance(error, torch.OutOfMemoryError)
             message = str(error) if self.full else f"{type(error).__name__}: {error}"

@@ -11,10 +11,14 @@ from typer.testing import CliRunner
 
 import autoshard
 from autoshard.cli.main import app
+from autoshard.cli.steps import COPIES, load_skeleton
 from autoshard.cluster.files import cluster_from_dict
 from autoshard.cluster.parse import parse_devices
+from autoshard.errors import PlanError
 from autoshard.integrations.peer_maps import peer_maps
+from autoshard.integrations.skeleton import parameter_bytes
 from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
 from tests.models import by_name
 from tests.report.net import BLOCK
 from tests.torch_releases import sharded_replicas
@@ -243,6 +247,14 @@ def test_verify_refuses_what_does_not_fit_here(tmp_path):
     path.write_text(text + "example_inputs = torch.zeros(1, 2**20)\n")
     done = command("verify", path, "--devices", "8xMI325X", expect=1)
     assert "TiB of memory" in done.stderr and "free" in done.stderr
+
+
+def test_verify_counts_what_all_processes_need(file, monkeypatch):
+    needed = 4 * COPIES * parameter_bytes(load_skeleton(file, Workload(), 1).model)
+    monkeypatch.setattr("autoshard.cluster.detect.free_host_bytes", lambda: needed)
+    load_skeleton(file, Workload(), 4)
+    with pytest.raises(PlanError, match=r"in each of 5 processes.* free"):
+        load_skeleton(file, Workload(), 5)
 
 
 def test_verify_finds_what_differs(tmp_path):

@@ -72,14 +72,12 @@ class Turned(nn.Module):
 
 
 def llama(layers, **config):
-    """A small decoder of transformers with its labels' loss, tied."""
+    """A small decoder of transformers with its labels' loss, tied unless the config says otherwise."""
     import transformers
 
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
-    made = transformers.LlamaConfig(
-        vocab_size=64, num_hidden_layers=layers, tie_word_embeddings=True, **{**sizes, **config}
-    )
-    return transformers.LlamaForCausalLM(made)
+    settings = {"vocab_size": 64, "num_hidden_layers": layers, "tie_word_embeddings": True, **sizes, **config}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings))
 
 
 def decoder(layers, stages):
