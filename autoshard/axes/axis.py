@@ -19,6 +19,8 @@ Axis = tuple["Factor | Cat", ...]
 """Terms, major to minor; () is an axis of size 1."""
 DEEPEST = 32
 """How many concatenations inside of each other are followed."""
+MOST_ELEMENTS = 16
+"""After so many single elements were taken out of an axis, by a loop, say, all of it is cut into such."""
 
 
 class Factor:
@@ -41,13 +43,14 @@ class Factor:
 
 
 class Cat:
-    """Axes one after the other."""
+    """Axes one after the other. `apart`: each is one element, so that nothing more can be known of them."""
 
-    __slots__ = ("segments", "size")
+    __slots__ = ("apart", "segments", "size")
 
     def __init__(self, segments: Iterable[Axis]) -> None:
         self.segments = tuple(segments)
         self.size = sum(map(size_of, self.segments))
+        self.apart = not any(self.segments)
 
     def __repr__(self) -> str:
         return "(" + "|".join("x".join(map(repr, resolve(axis))) or "1" for axis in self.segments) + ")"
@@ -104,7 +107,7 @@ def _bound_of(term: Factor) -> Axis:
     while todo:
         one = todo.pop()
         if isinstance(one, Cat):
-            todo.extend(chain(*one.segments))
+            todo.extend(() if one.apart else chain(*one.segments))
         elif one.bound is not None:
             order.append(one)
             todo.extend(one.bound)
@@ -116,13 +119,17 @@ def _bound_of(term: Factor) -> Axis:
 
 
 def _flat(cat: Cat) -> Cat:
+    """The same concatenation, with those in it made a part of it."""
+    if cat.apart:
+        return cat
     segments: list[Axis] = []
     for segment in map(resolve, cat.segments):
         if len(segment) == 1 and isinstance(segment[0], Cat):
             segments.extend(segment[0].segments)
         else:
             segments.append(segment)
-    return Cat(segments) if len(segments) != len(cat.segments) or segments != list(cat.segments) else cat
+    cat.segments, cat.apart = tuple(segments), not any(segments)  # kept, as one of many parts is looked at often
+    return cat
 
 
 def factors_of(axis: Axis) -> Iterator[Factor]:
@@ -289,6 +296,24 @@ def _cut_factor(term: "Factor | Cat", at: int, why: str) -> tuple[Axis, Axis]:
         right[0] = after
         at = 0
     return _joined(left), _joined(right)
+
+
+def cut_out(axis: Axis, at: int, why: str = "") -> None:
+    """Make index `at` of an axis a part of its own.
+
+    A loop over all of them would cut the rest again each time, which is quadratic in their number: it is taken for one.
+    """
+    axis = resolve(axis)
+    if len(axis) == 1 and isinstance(axis[0], Cat):
+        if axis[0].apart:
+            return
+        if sum(not segment for segment in axis[0].segments) > MOST_ELEMENTS:
+            for segment in filter(None, axis[0].segments):
+                unify(segment, (Cat([()] * size_of(segment)),), why)
+            return
+    for end in (at + 1, at):
+        if 0 < end < size_of(axis):
+            axis, _ = cut(axis, end, why)
 
 
 def concatenate(segments: Iterable[Axis]) -> Axis:

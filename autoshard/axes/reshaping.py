@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autoshard.axes.axis import Axis, concatenate, cut, every, factors_of, fresh, reshape, size_of
+from autoshard.axes.axis import Axis, concatenate, cut, cut_out, every, factors_of, fresh, reshape, size_of
 from autoshard.axes.rules import Axes, Context, Seen, aten, broadcast, dims_of, names, rule, unshardable
 
 # ---- the same elements in another shape
@@ -144,6 +144,9 @@ def _sliced(walk: Context, x: Seen, dim: int = 0, start: Any = None, end: Any = 
     axis = x.axes[dim]
     if end <= start:
         part: Axis = fresh(0)
+    elif end - start == 1 < size:
+        cut_out(axis, start, walk.why)
+        part = ()
     elif step > 1 and start < step and len(range(start, end, step)) * step == size:
         part = every(axis, step, walk.why)
     else:

@@ -4,7 +4,7 @@ A search prices thousands of recipes of the same blocks. All that depends on the
 recipe then costs a few multiplications per matrix product.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -248,34 +248,44 @@ def _offloaded(op: OpWork) -> list[TensorPart]:
 
 def _fused_groups(ops: Sequence[OpWork]) -> list[list[TensorPart]]:
     """Element-wise ops that one makes of what another made are one kernel: what each reads and writes."""
-    number: dict[int, int] = {}
+    earlier: dict[int, int] = {}  # an op -> another one of its kernel; the first of all is its own
     made: dict[int, int] = {}
+
+    def first(index: int) -> int:
+        while earlier[index] != index:
+            earlier[index] = index = earlier[earlier[index]]
+        return index
+
     for index, op in enumerate(ops):
         if op.kind in ("matmul", "attention"):
             continue
-        before = [number[made[part.storage]] for part in op.inputs if part.storage in made]
-        number[index] = min(before, default=index)
-        for other, current in list(number.items()):
-            if current in before:
-                number[other] = number[index]
+        before = [first(made[part.storage]) for part in op.inputs if part.storage in made]
+        kernel = min(before, default=index)
+        for other in (*before, index):
+            earlier[other] = kernel
         for part in op.outputs:
             made[part.storage] = index
     members: dict[int, list[OpWork]] = {}
-    for index, kernel in number.items():
+    for index in earlier:
         if not ops[index].free:
-            members.setdefault(kernel, []).append(ops[index])
-    return [_outer_parts(kernel, ops) for kernel in members.values()]
+            members.setdefault(first(index), []).append(ops[index])
+    readers: dict[int, list[OpWork]] = {}  # by the storage that they read
+    for op in ops:
+        for part in op.inputs:
+            readers.setdefault(part.storage, []).append(op)
+    return [_outer_parts(kernel, readers) for kernel in members.values()]
 
 
-def _outer_parts(kernel: Sequence[OpWork], ops: Sequence[OpWork]) -> list[TensorPart]:
-    """What a fused kernel reads from others, and what others read of it."""
+def _outer_parts(kernel: Sequence[OpWork], readers: Mapping[int, Sequence[OpWork]]) -> list[TensorPart]:
+    """What a fused kernel reads from others, and what others read of it; nobody reads what is the block's result."""
     inside = {part.storage: part for op in kernel for part in op.outputs}
     members = set(map(id, kernel))
-    later = {part.storage for op in ops if id(op) not in members and not op.free for part in op.inputs}
-    everything = {part.storage for op in ops for part in op.inputs}
     read = {
         part.storage: part for op in kernel for part in _offloaded(op)
         if part.storage not in inside and not (op.kind == "lookup" and part.weight)
     }  # fmt: skip
-    written = [part for storage, part in inside.items() if storage in later or storage not in everything]
+    written = [
+        part for storage, part in inside.items()
+        if storage not in readers or any(id(op) not in members and not op.free for op in readers[storage])
+    ]  # fmt: skip
     return [*read.values(), *written]

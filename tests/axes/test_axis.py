@@ -1,6 +1,7 @@
 """The algebra of axes against index arithmetic: sizes, order of what is learnt, and which index has which slice."""
 
 import itertools
+import time
 
 import numpy
 import pytest
@@ -15,6 +16,7 @@ from autoshard.axes.axis import (
     concatenate,
     covers,
     cut,
+    cut_out,
     describe,
     every,
     factors_of,
@@ -237,6 +239,26 @@ def test_a_sequence_taken_token_by_token_is_resolved_however_long():
         _, rest = cut(rest, 1)
     (whole,) = resolve(axis)
     assert isinstance(whole, Cat) and len(whole.segments) == 2000
+
+
+def test_elements_taken_out_by_a_loop_take_time_for_each_however_many():
+    """20,000 took minutes: each cut looked at all parts that there were."""
+    axis, behind = fresh(20_000), fresh(3)
+    joined = concatenate([axis, behind])
+    begin = time.perf_counter()
+    for place in range(size_of(axis)):
+        cut_out(axis, place)
+        assert place % 1000 or size_of(resolve(joined)) == 20_003
+    assert time.perf_counter() - begin < 10
+    (whole,) = resolve(joined)
+    assert whole.segments == (*[()] * 20_000, behind)
+
+
+def test_a_few_elements_taken_out_leave_the_others_together():
+    axis = fresh(64)
+    for place in (0, 5, 63, 5):
+        cut_out(axis, place)
+    assert repr(resolve(axis)) == "((1|4|1|57|1),)"
 
 
 def test_what_is_lost_stays_lost_when_it_is_split_or_paired():
