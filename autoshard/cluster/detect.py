@@ -7,8 +7,16 @@ from pathlib import Path
 import torch
 
 from autoshard.cluster.device import Device
-from autoshard.cluster.hardware import CONTEXT_BYTES, WORKSPACE_BYTES, hardware_table, make_device, match_torch_name
+from autoshard.cluster.hardware import (
+    CONTEXT_BYTES,
+    WORKSPACE_BYTES,
+    bfloat16_notes,
+    hardware_table,
+    make_device,
+    match_torch_name,
+)
 from autoshard.common.host_memory import available_bytes
+from autoshard.common.sizes import format_bytes
 from autoshard.errors import SpecError
 
 # Asking for the free memory creates the context, so the free figure is without it; kernels loaded later still come.
@@ -49,7 +57,7 @@ def detect_device(name: str) -> Device:
             f"the hardware, as in {{{name!r}: '24GiB'}}, '2x24GiB' or '8xH100-80GB'."
         )
     number = int(index or 0)
-    row = match_torch_name(_torch_name(kind, number)) or hardware_table()["generic"]
+    row = match_torch_name(_torch_name(kind, number), _total_bytes(kind, number)) or hardware_table()["generic"]
     device = make_device(row, name=name, memory_bytes=_free_bytes(kind, number), host="host0")
     return replace(device, overhead_bytes=LATER_KERNELS_BYTES + WORKSPACE_BYTES) if device.overhead_bytes else device
 
@@ -59,10 +67,21 @@ def detected_notes(name: str) -> list[str]:
     kind, _, index = name.partition(":")
     if kind in ("cpu", "disk"):
         return [f"Rates of {kind} devices differ widely between machines: calibrate to measure these."]
-    torch_name = _torch_name(kind, int(index or 0))
-    if match_torch_name(torch_name) is None:
+    return table_notes(_torch_name(kind, int(index or 0)), _total_bytes(kind, int(index or 0)))
+
+
+def table_notes(torch_name: str, memory_bytes: int) -> list[str]:
+    """Say what the rates of a device rest on if the hardware table lacks it, or has it with another size of memory."""
+    row = match_torch_name(torch_name, memory_bytes)
+    if row is None:
         return [f"{torch_name} is not in the hardware table: its rates are those of a generic card until calibrated."]
-    return []
+    if 0.8 < memory_bytes / row.memory_bytes < 1.25:
+        return bfloat16_notes(row)
+    here, there = format_bytes(memory_bytes), format_bytes(row.memory_bytes)
+    return [
+        f"{torch_name} has {here} here; its rates are those of {row.name} with {there} until calibrated.",
+        *bfloat16_notes(row),
+    ]
 
 
 def free_host_bytes() -> int:
@@ -91,11 +110,16 @@ def _read_number(path: str) -> int | None:
 
 def _torch_name(kind: str, index: int) -> str:
     if kind == "mps":
-        import platform
-
-        return platform.processor() or "Apple"
+        return torch.backends.mps.get_name()
     module = torch.get_device_module(kind)
     return str(module.get_device_name(index)) if hasattr(module, "get_device_name") else kind
+
+
+def _total_bytes(kind: str, index: int) -> int:
+    """Memory of the whole device, used or not: by it, cards of one name are told apart."""
+    if kind == "mps":
+        return int(torch.mps.recommended_max_memory())
+    return int(torch.get_device_module(kind).mem_get_info(index)[1])
 
 
 def _free_bytes(kind: str, index: int) -> int:

@@ -73,12 +73,6 @@ class Hardware:
         """A thing that can be asked for by name in a device spec, unlike the generic rows."""
         return self.memory_bytes > 0
 
-    @property
-    def lacks_bfloat16(self) -> bool:
-        """Whether the card has units for float16, and none for bfloat16."""
-        float16, bfloat16 = (self.flops_per_second[name] for name in ("float16", "bfloat16"))
-        return float16 > bfloat16 == self.flops_per_second["float32"]
-
 
 @cache
 def hardware_table() -> dict[str, Hardware]:
@@ -100,6 +94,8 @@ def find_hardware(text: str) -> Hardware:
     # The longest beginning that some name contains ("h100" of "h10040gb"), else the most similar spellings.
     beginnings = (wanted[:length] for length in range(len(wanted), 1, -1))
     close = next(filter(None, ([name for key, name in shown.items() if part in key] for part in beginnings)), [])
+    if len(close) > 4:  # of many, those that are spelled most alike
+        close.sort(key=lambda name: -difflib.SequenceMatcher(None, wanted, _normal(name)).ratio())
     if not close:
         close = [shown[key] for key in difflib.get_close_matches(wanted, list(shown), n=3, cutoff=0.5)]
     hint = f"Closest: {', '.join(close[:4])}." if close else "`autoshard devices --known` lists what is known."
@@ -109,11 +105,24 @@ def find_hardware(text: str) -> Hardware:
     )
 
 
-def match_torch_name(name: str) -> Hardware | None:
-    """Return the row of a device name as torch reports it ("NVIDIA H100 80GB HBM3"); None if it is not in the table."""
+def match_torch_name(name: str, memory_bytes: int = 0) -> Hardware | None:
+    """Return the row of a device name as torch reports it ("NVIDIA H100 80GB HBM3"); None if it is not in the table.
+
+    `memory_bytes`: of the device, by which cards of one name are told apart (an RTX 3080 of 10 and of 12 GB); 0: not
+    known, which gives the smallest.
+    """
     rows = [row for row in hardware_table().values() if row.torch_name and re.search(row.torch_name, name)]
     # "NVIDIA GB200" matches B200 and GB200: the longest pattern is the most specific.
-    return max(rows, key=lambda row: len(row.torch_name), default=None)
+    return min(rows, key=lambda row: (-len(row.torch_name), abs(row.memory_bytes - memory_bytes)), default=None)
+
+
+def bfloat16_notes(row: Hardware) -> list[str]:
+    """Say if a card has no units for bfloat16, and how fast float16 is there; [] for others."""
+    float16, bfloat16, float32 = (row.flops_per_second[name] for name in ("float16", "bfloat16", "float32"))
+    if row.vendor != "nvidia" or bfloat16 > float32:
+        return []
+    faster = f"float16 is {float16 / float32:.0f} times as fast" if float16 > float32 else "so is float16"
+    return [f"{row.name} has no bfloat16 units: bfloat16 is counted at its float32 rate; {faster}."]
 
 
 def known_names() -> list[str]:
@@ -145,14 +154,14 @@ def make_device(row: Hardware, *, name: str, memory_bytes: int, host: str, plain
 
 
 FLOAT64_PART: Mapping[str, float] = MappingProxyType({
-    "sm70": 1 / 2, "sm75": 1 / 32, "sm86": 1 / 64, "sm89": 1 / 64, "sm100": 1 / 2, "sm120": 1 / 64, "cpu": 1 / 2,
-    "B300": 1 / 60, "GB300": 1 / 60,
+    "sm60": 1 / 2, "sm61": 1 / 32, "sm70": 1 / 2, "sm75": 1 / 32, "sm86": 1 / 64, "sm89": 1 / 64, "sm100": 1 / 2,
+    "sm120": 1 / 64, "gfx950": 1 / 2, "gfx1100": 1 / 32, "cpu": 1 / 2, "B300": 1 / 60, "GB300": 1 / 60, "H20": 1 / 44,
 })  # fmt: skip
 """Rate of float64 as a part of that of float32, by architecture, or by card where that differs; 1 for others.
 
 Tensor cores bring it to that of float32 on A100 and H100 (datasheets: 19.5, 67). Others: results per clock in the CUDA
 programming guide, "Throughput of Native Arithmetic Instructions"; 78 of 160 on the two of a GB200; 1.25 of 75 on B300
-(https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html)."""
+(https://itkb.uw.cz/2026/06/nvidia-h200-vs-b300-precisions-cores.html); 1 of 44 on H20; AMD: torch's device table."""
 
 
 _TEXTS = ("name", "vendor", "arch", "peer_link", "peer_topology", "host_link", "torch_name", "source", "host_source")

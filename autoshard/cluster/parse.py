@@ -28,7 +28,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.detect import accelerator_names, accelerator_type, detect_device, detected_notes
 from autoshard.cluster.device import Device
 from autoshard.cluster.files import read_cluster
-from autoshard.cluster.hardware import Hardware, find_hardware, hardware_table, make_device
+from autoshard.cluster.hardware import Hardware, bfloat16_notes, find_hardware, hardware_table, make_device
 from autoshard.cluster.links import make_links
 from autoshard.cluster.network import (
     HostWords,
@@ -351,11 +351,7 @@ def _assumptions(wanted: list[_Wanted], devices: list[Device]) -> list[str]:
             )
         if row is not None and re.sub(r"\W", "", item.asked).lower() != re.sub(r"\W", "", row.name).lower():
             notes.append(f"{item.asked} is taken as {row.name} with {format_bytes(row.memory_bytes)} usable.")
-        if row is not None and row.lacks_bfloat16:
-            notes.append(
-                f"{row.name} has no bfloat16 units: bfloat16 is counted at its float32 rate; float16 is "
-                f"{row.flops_per_second['float16'] / row.flops_per_second['float32']:.0f} times as fast."
-            )
+        notes += bfloat16_notes(row) if row is not None else []
         if row is not None and "all" in row.unverified:
             notes.append(f"The figures of {row.name} could not be verified in a source.")
     if any(device.kind == "generic" for device in devices):

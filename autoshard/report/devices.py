@@ -91,7 +91,7 @@ def print_hardware(console: Console) -> None:
     """Print the hardware table with what is not verified marked."""
     columns = [
         Column(title="Name", style="bold"),
-        *numbers("Usable", "bf16", "fp16", "fp32", "GB/s"),
+        *numbers("GiB", "bf16", "fp16", "fp32", "GB/s"),
         Column(title="Between cards, GB/s", flexible=True),
     ]
     rows = []
@@ -102,9 +102,9 @@ def print_hardware(console: Console) -> None:
         mark = "*" if "all" in row.unverified else ""
         link = f"{row.peer_bytes_per_second / 1e9:g} {row.peer_link}" if row.peer_topology else "through the host"
         cells = [*map(format_number, rates), format_number(row.bytes_per_second / 1e9)]
-        rows.append([row.name + mark, format_bytes(row.memory_bytes), *cells, link])
+        rows.append([row.name + mark, format_number(row.memory_bytes / 2**30), *cells, link])
     print_table(console, columns, rows)
-    remark = "Peaks, dense, in TFLOP/s; links one way. * not verified in a source."
+    remark = "GiB usable; peaks, dense, in TFLOP/s; links one way. * not verified."
     console.print(Text(INDENT + remark, style="bright_black"))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from autoshard.cluster.detect import table_notes
 from autoshard.cluster.hardware import find_hardware, hardware_table, known_names, match_torch_name
 
 
@@ -58,6 +59,14 @@ def test_every_name_finds_its_own_row():
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("NVIDIA RTX A6000", "RTX-A6000"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA GeForce RTX 3080 Ti", "RTX-3080-Ti"),
+        ("NVIDIA GeForce RTX 4070 Ti SUPER", "RTX-4070-Ti-Super"),
+        ("Quadro RTX 8000", "Quadro-RTX-8000"),
+        ("NVIDIA RTX A4000", "RTX-A4000"),
+        ("NVIDIA RTX 4000 SFF Ada Generation", None),
+        ("NVIDIA H20-3e", None),
+        ("NVIDIA H200 NVL", "H200-NVL"),
+        ("AMD Radeon RX 7900 XT", "RX-7900-XT"),
         ("AMD Instinct MI300X", "MI300X"),
         ("AMD Instinct MI250X", "MI250X"),
         ("Some Card 9000", None),
@@ -66,8 +75,25 @@ def test_every_name_finds_its_own_row():
 def test_torch_names(torch_name, row):
     found = match_torch_name(torch_name)
     assert (found.name if found else None) == row
+    assert "RTX" not in torch_name or match_torch_name(torch_name + " Laptop GPU") is None
+
+
+def test_cards_of_one_name_are_told_apart_by_their_memory():
+    cards = (("NVIDIA GeForce RTX 3080", 9.6), ("NVIDIA GeForce RTX 3080", 11.7), ("Apple M4 Max", 48))
+    rows = [match_torch_name(name, int(gib * 2**30)) for name, gib in cards]
+    assert [row and row.name for row in rows] == ["RTX-3080-10", "RTX-3080-12", "M4-Max-64"]
+    assert not table_notes("NVIDIA GeForce RTX 3060", int(11.7 * 2**30))
+    assert "7.70 GiB here" in table_notes("NVIDIA GeForce RTX 3060", int(7.7 * 2**30))[0]
 
 
 def test_work_without_units_for_a_dtype_runs_at_the_float32_rate():
     t4 = find_hardware("T4")
     assert t4.flops_per_second["bfloat16"] == t4.flops_per_second["float32"] < t4.flops_per_second["float16"]
+    assert "no bfloat16 units" in table_notes("Tesla T4", int(14.6 * 2**30))[0]
+
+
+def test_geforce_cards_have_half_of_the_tensor_rate_with_float32_accumulation():
+    for row in hardware_table().values():
+        if row.name[:5] in ("RTX-3", "RTX-4", "RTX-5") and "Ada" not in row.name:
+            rates = row.flops_per_second
+            assert rates["float16"] == pytest.approx(2 * rates["float32"], rel=0.02), row.name

@@ -54,12 +54,15 @@ def test_hardware(spec):
 def test_what_a_card_lacks_is_said():
     for spec, lacks in (("1xT4", True), ("2xV100-32GB", True), ("1xA800-80GB", False), ("1xM1-Max", False)):
         assert any("no bfloat16 units" in note for note in parse_devices(spec).notes) == lacks
+    assert any("so is float16" in note for note in parse_devices("2xP40").notes)
     assert any("Rates of cpu devices" in note for note in parse_devices("1x24GiB,cpu=60GiB").notes)
 
 
 def test_a_number_can_be_a_card():
     assert rows(parse_devices("4090")) == [("cuda:0", "RTX-4090", "host0")]
     assert len(parse_devices("2x4090").devices) == 2
+    mixed = parse_devices("3060,RTX3080-12GB,1 x 4070 Ti Super")
+    assert [device.kind for device in mixed.devices] == ["RTX-3060", "RTX-3080-12", "RTX-4070-Ti-Super"]
 
 
 def test_max_memory_form():
