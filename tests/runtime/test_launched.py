@@ -126,7 +126,9 @@ def train(model, ids, steps=3, micro_batch=None):
         gradients = gradients or wholes(
             model, {name: torch.zeros_like(one) if one.grad is None else one.grad for name, one in named}
         )
+        unclipped = float(autoshard.clip_grad_norm_(model, math.inf))
         norms.append(float(autoshard.clip_grad_norm_(model, 0.5)))
+        assert norms[-1] == unclipped
         optimizer.step()
     return losses, norms, gradients, wholes(model, dict(model.named_parameters()))
 
