@@ -14,8 +14,20 @@ from typing import Any
 
 from torch import nn
 
+from autoshard.errors import ApplyError
+
 Layer = Callable[..., Any]
 """Called with the module, the forward inside of it, and the arguments of the call; returns the result of the call."""
+
+
+NOT_EXPORTABLE = (
+    "torch.export can't record a model that autoshard has placed: it would record the placement. Call "
+    "autoshard.remove(model), and export it then."
+)
+
+
+class NotExportable(ApplyError, AttributeError):
+    """Whoever asks whether a forward has this attribute is told that it has not."""
 
 
 class Around:
@@ -44,6 +56,10 @@ class Around:
         for layer in reversed(self.layers[1:]):
             forward = partial(layer, module, forward)
         return self.layers[0](module, forward, *args, **kwargs) if self.layers else forward(*args, **kwargs)
+
+    @property
+    def __code__(self) -> types.CodeType:
+        raise NotExportable(NOT_EXPORTABLE)  # torch.export asks for it
 
     def __reduce__(self) -> tuple:
         return Around, (self.module(),), {"own": self.own, "layers": self.layers}

@@ -24,6 +24,7 @@ from autoshard.nested import map_tensors, tensors_in
 from autoshard.plan.sharding import Cut, Results, Scale
 from autoshard.runtime.actions import check, install
 from autoshard.runtime.agreement import RankState, SameInputs, agree, state_of_rank, together
+from autoshard.runtime.around import NOT_EXPORTABLE
 from autoshard.runtime.clipping import forget_norms, refuse_scaled_losses, watch_norms
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.cut_state import CutRecord, CutState
@@ -33,13 +34,7 @@ from autoshard.runtime.function_calls import leave_interrupted
 from autoshard.runtime.given import Given
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import Undo, check_filled, named_tensors, revert
-from autoshard.runtime.outsiders import (
-    check_not_shared,
-    refuse_additions,
-    refuse_nested,
-    refuse_replacements,
-    sharded_inside,
-)
+from autoshard.runtime.outsiders import check_not_shared, refuse_changes, refuse_nested, sharded_inside
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, running
 from autoshard.runtime.results import watch_results
@@ -278,8 +273,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
                     handles.append(module.register_forward_pre_hook(first, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(_leave, always_call=True))
     if isinstance(ready.record.ranks, ProcessRanks | LocalRanks):  # not while something is checked
-        handles += refuse_additions(model, ready.record.tensors)
-        handles += refuse_replacements(model, ready.record.tensors)
+        handles += refuse_changes(model, ready.record.tensors)
         for path, module in model.named_modules():
             handles += CutState(ready.record, path).put_on(module)
     sum_gradients(model, ready.record.partial, ready.record.ranks)
@@ -311,6 +305,8 @@ class Arrive:
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         record = self.record
+        if torch.compiler.is_exporting():
+            raise ApplyError(NOT_EXPORTABLE)
         if not torch.compiler.is_compiling() and torch_private.autograd_node() is None:
             leave_interrupted(record.ranks)
             if isinstance(record.ranks, ProcessRanks):

@@ -71,68 +71,72 @@ def _sharing(model: nn.Module, names: Mapping[int, str]) -> tuple[str, str] | No
     return None
 
 
-def refuse_additions(model: nn.Module, names: Collection[str]) -> list[Any]:
-    """Refuse children and parameters that are added to modules whose own tensors, by name, are cut; returns handles.
+def refuse_changes(model: nn.Module, cut: Collection[str] = ()) -> list[Any]:
+    """Refuse what other code puts into a divided model where ranks would go on without it, or each with its own.
 
-    A parametrization (`spectral_norm`), or a mask of `prune`, would be computed of one rank's part.
-    """
-    owners = {path: model.get_submodule(path) for path in map(parent, names)}
-    paths = weakref.WeakKeyDictionary({module: path for path, module in owners.items()})
-
-    def check(module: nn.Module, name: str, added: Any) -> None:
-        if module in paths and not hasattr(module, name):
-            raise ApplyError(
-                f"{name} can't be added to {paths[module]}, whose parameters are cut over devices: it would be "
-                "computed of one rank's part. Change the model before autoshard.apply, or call autoshard.remove first."
-            )
-
-    return [
-        registration.register_module_module_registration_hook(check),
-        registration.register_module_parameter_registration_hook(check),
-    ]
-
-
-def refuse_replacements(model: nn.Module, cut: Collection[str] = ()) -> list[Any]:
-    """Refuse new parameters, and modules that have such, in the place of others of a divided model; returns handles.
-
-    fully_shard would go on with the old ones, and nobody would average gradients of the new ones. `cut`: names of
-    parameters of which each rank has a part, and would have all. What wraps a module, or is loaded, is let through.
+    `cut`: names of parameters of which each rank has a part. To modules that have such, nothing is added: a
+    parametrization (`spectral_norm`), a mask of `prune` or an adapter around it would be computed of that part. New
+    parameters, and modules that have such, in the place of others would be whole there, and fully_shard would go on
+    with the old ones. What else wraps a module, or is loaded, is let through. Returns handles.
     """
     root = weakref.ref(model)
-    # to modules that assign in a way of their own fully_shard does so, too
-    usual = {one: path for path, one in model.named_modules() if type(one).__setattr__ is nn.Module.__setattr__}
-    paths = weakref.WeakKeyDictionary(usual)
+    owners = weakref.WeakSet(model.get_submodule(path) for path in map(parent, cut))
+    paths = weakref.WeakKeyDictionary({one: path for path, one in model.named_modules()})
 
     def check(module: nn.Module, name: str, added: Any) -> None:
-        model, old = root(), getattr(module, name, None) if module in paths else None
-        if model is None or added is None or not isinstance(old, nn.Module | nn.Parameter):
+        model = root()
+        if model is None or module not in paths:
             return
-        gone = _parameters_of(old) - _parameters_of(added)
-        if not gone:
-            return
-        own = _parameters_of(model)
-        parts = {id(one) for key, one in model.named_parameters(remove_duplicate=False) if key in cut}
-        if isinstance(added, nn.Module):
-            lost = bool(_parameters_of(added) - own) and (is_fully_sharded(model) or not gone.isdisjoint(parts))
-        else:
-            lost = is_fully_sharded(model) and (not is_sharded(added) or id(added) in own)
-            lost = lost or (not gone.isdisjoint(parts) and added.shape != old.shape)
-        if lost:
+        old, where = getattr(module, name, None), join(paths[module], name)
+        if (module in owners and not hasattr(module, name)) or (old in owners and _holds_more(added, old)):
+            wrong = (
+                f"no adapter can be put around {where}"
+                if old is not None
+                else f"{name} can't be added to {paths[module]}"
+            )
             raise ApplyError(
-                f"{join(paths[module], name)} can't be replaced while parameters of the model are divided: "
-                "ranks would go on with the old ones, or each with its own. Call autoshard.remove(model), replace it "
-                "then, and apply the plan again. For other values alone call model.load_state_dict(…)."
+                f"{wrong}, whose parameters are cut over devices: it would be computed of one rank's part. Change the "
+                "model before autoshard.apply, or call autoshard.remove first."
+            )
+        # in modules that assign in a way of their own fully_shard does so, too
+        if type(module).__setattr__ is nn.Module.__setattr__ and _loses(model, old, added, cut):
+            raise ApplyError(
+                f"{where} can't be replaced while parameters of the model are divided: ranks would go on with the old "
+                "ones, or each with its own. Call autoshard.remove(model), replace it then, and apply the plan again. "
+                "For other values alone call model.load_state_dict(…)."
             )
 
     return [
         registration.register_module_module_registration_hook(check),
         registration.register_module_parameter_registration_hook(check),
     ]
+
+
+def _holds_more(added: Any, old: Any) -> bool:
+    """Whether a module has another in it, and parameters beside those of that."""
+    inside = isinstance(old, nn.Module) and isinstance(added, nn.Module) and any(one is old for one in added.modules())
+    return inside and bool(_parameters_of(added) - _parameters_of(old))
+
+
+def _loses(model: nn.Module, old: Any, added: Any, cut: Collection[str]) -> bool:
+    """Whether a divided model would lose parameters by what comes in the place of a parameter or module."""
+    gone = _parameters_of(old) - _parameters_of(added)
+    if added is None or not gone:
+        return False
+    own = _parameters_of(model)
+    parts = {id(one) for key, one in model.named_parameters(remove_duplicate=False) if key in cut}
+    if isinstance(added, nn.Module):
+        return bool(_parameters_of(added) - own) and (is_fully_sharded(model) or not gone.isdisjoint(parts))
+    if is_fully_sharded(model) and (not is_sharded(added) or id(added) in own):
+        return True
+    return not gone.isdisjoint(parts) and added.shape != old.shape
 
 
 def _parameters_of(value: Any) -> set[int]:
-    """The ids of a parameter, or of those of a module."""
-    return set(map(id, value.parameters() if isinstance(value, nn.Module) else [value]))
+    """The ids of a parameter, or of those of a module; none of anything else."""
+    if isinstance(value, nn.Module):
+        return set(map(id, value.parameters()))
+    return {id(value)} if isinstance(value, nn.Parameter) else set()
 
 
 def sharded_inside(model: nn.Module) -> nn.Module | None:

@@ -27,7 +27,7 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.dtensors import alike_on, is_sharded, whole_of
 from autoshard.runtime.exchanges import Gather, MeanOfReplicas, Order, ReduceScatter
 from autoshard.runtime.moves import set_data
-from autoshard.runtime.outsiders import refuse_replacements
+from autoshard.runtime.outsiders import refuse_changes
 from autoshard.runtime.scalars import Scalars
 from autoshard.runtime.used import REPLACED, Used
 
@@ -111,7 +111,7 @@ def shard(
         model.register_forward_pre_hook(means.check_finished, prepend=True), model.register_forward_hook(_let_go),
         model.register_forward_pre_hook(used.check_frozen, prepend=True),
         *_let_load_whole(replaced[len(scalars) :]),
-        *refuse_replacements(model),
+        *refuse_changes(model),
     ]  # fmt: skip
     used.follow_steps()
     return used

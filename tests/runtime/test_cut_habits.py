@@ -239,6 +239,17 @@ def test_forward_mode_derivatives_are_refused():
         model(forward_ad.make_dual(inputs, torch.randn(2, 8)))
 
 
+@pytest.mark.parametrize("strategy", ["balanced", "column-parallel"])
+def test_export_says_to_take_the_placement_off(strategy):
+    with autoshard.simulate({"cpu:0": "4KiB", "cpu:1": "4KiB"}) as devices:
+        model, inputs = nn.Sequential(Block(8), Block(8)), torch.randn(2, 8)
+        autoshard.apply(model, devices, inputs=inputs, strategy=strategy)
+        with pytest.raises(ApplyError, match=r"torch\.export can't record a model that autoshard has placed"):
+            torch.export.export(model, (inputs,))
+        autoshard.remove(model)
+    assert torch.equal(torch.export.export(model, (inputs,)).module()(inputs), model(inputs))
+
+
 def test_what_would_be_computed_of_one_ranks_part_is_refused():
     """Parametrizations and masks; models beside this one, and this one when it is whole again, may have them."""
     model, ids = Net(), torch.arange(6).reshape(2, 3)
@@ -254,6 +265,10 @@ def test_what_would_be_computed_of_one_ranks_part_is_refused():
         ):  # fmt: skip
             with pytest.raises(ApplyError, match=r"blocks\.0.* can't be replaced while"):
                 setattr(owner, name, other)
+        with pytest.raises(ApplyError, match=r"no adapter can be put around blocks\.0\.up, whose parameters are cut"):
+            model.blocks[0].up = Adapted(model.blocks[0].up)
+        model.blocks[0] = nn.Sequential(model.blocks[0], nn.LayerNorm(8))  # which is given the whole
+        model.blocks[0] = model.blocks[0][0]
         weight_norm(Net().blocks[1].up)
         weight_norm(autoshard.remove(model).blocks[2].up)
 
