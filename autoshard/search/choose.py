@@ -74,7 +74,9 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     traced = _traced(model, inputs, workload, forced)
     if traced is None:
         return None
-    why_not = why_undivided(traced, assume_independent_rows=asked.assume_independent_rows)
+    why_not = asked.why_undivided
+    if why_not is None:
+        why_not = why_undivided(traced, assume_independent_rows=asked.assume_independent_rows)
     asked = replace(asked, everyone=count_processes() > 1, why_undivided=why_not)
     if equal:
         return _planned(traced, cluster, asked, forced=forced, running=running)

@@ -9,13 +9,14 @@ middle of what is left. The answer fits and the next size does not: both were tr
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import gcd
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan.workload import Workload
 from autoshard.search.best import is_run, search
 from autoshard.search.choose import Chosen
+from autoshard.search.traced import SHORT_TOKENS
 
 Made = TypeVar("Made")
 MOST = 2**30
@@ -108,12 +109,20 @@ def largest_chosen(
     start = max(1, -(-begin // step)) * step
 
     def at(size: int) -> tuple[Made, Chosen | None]:
-        asked = replace(workload, **{vary: size, "assumed": False})  # type: ignore[arg-type]
-        return planned(asked, num_microbatches=count)
+        if size not in last:
+            asked = replace(workload, **{vary: size, "assumed": False})  # type: ignore[arg-type]
+            last.clear()
+            last[size] = planned(asked, num_microbatches=count, **known)
+        return last[size]
 
+    last: dict[int, tuple[Made, Chosen | None]] = {}
+    known: dict[str, Any] = {}
     first = at(start)[1]
     if first is None:
         return None
+    known["advise"] = False
+    if first.traced.derived and first.traced.work.tokens > SHORT_TOKENS:  # it was found with few tokens
+        known["why_undivided"] = first.task.given.why_undivided
 
     def make(size: int) -> tuple[int, float]:
         if batch:

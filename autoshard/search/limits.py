@@ -56,7 +56,8 @@ class Asked:
         divided_outputs: logits of which ranks compute the loss in parts are given out as they are.
         reserve: part of the memory of a device that is kept free.
         one_process_alone: what was asked for that only plans of one process have, such as pins; "" for nothing.
-        why_undivided: what stands against dividing the batch, "" for nothing.
+        why_undivided: what stands against dividing the batch, "" for nothing; None: that is to be found out.
+        advise: a refusal says what would fit, which takes some searches.
         axes: which dimensions may be larger than 1; everyone: all devices take part, since their processes run already.
     """
 
@@ -75,7 +76,8 @@ class Asked:
     reserve: float = RESERVED
     assume_independent_rows: bool = False
     one_process_alone: str = ""
-    why_undivided: str = ""
+    why_undivided: str | None = None
+    advise: bool = True
     axes: tuple[str, ...] = DEGREES
     everyone: bool = False
 

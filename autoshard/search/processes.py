@@ -35,12 +35,15 @@ from autoshard.search.best import Searched, SearchTask, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.gathered import gathered_alone
 from autoshard.search.limits import Asked, check_given, limits_of
-from autoshard.search.reasons import explain, refuse, shown_mesh
-from autoshard.search.traced import Traced
+from autoshard.search.reasons import explain, in_words, refuse, remedy, shown_mesh, take_less
+from autoshard.search.traced import Traced, trace
 from autoshard.strategies.paths import collapse
+from autoshard.strategies.refusal import pairs_of_tokens
 
 WORTH_SAYING = 0.95
 """What takes a larger part of the time is not offered as faster."""
+FEW_TOKENS = 512
+"""Shorter sequences are not looked at."""
 STRATEGY_AXES: dict[str, tuple[str, ...]] = {
     "auto": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
     "hybrid": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
@@ -80,7 +83,7 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     given = replace(asked, axes=STRATEGY_AXES[asked.strategy])
     # generate() runs in no stages, so a model that is larger than a host shares its matrices over hosts
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
-    limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided)
+    limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided or "")
     check_given(given, limits, topology.devices, training=training)
     return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
@@ -103,7 +106,7 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
     task = make_task(traced, cluster, asked)
     found = search(task)
     if found.best is None:
-        raise PlanError(refuse(task, found, cluster))
+        raise PlanError(refuse(task, found, lambda: _with_fewer_tokens(traced, cluster, asked)))
     plan = write_plan(traced, cluster, asked, found.best.recipe)
     *why, start = explain(task, found)
     if unequal := unequal_reason(cluster):
@@ -112,6 +115,25 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
     divided = plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
     word = [ASSUMED] if asked.assume_independent_rows and divided else []
     return replace(plan, reasons=(*word, *why, *more, start)), found, task
+
+
+def _with_fewer_tokens(traced: Traced, cluster: Cluster, asked: Asked) -> str:
+    """The longest of a half of the tokens, a quarter and so on with which it fits, or that fewer tokens do not help."""
+    tokens = traced.work.tokens if traced.derived else 0
+    lengths = [tokens >> times for times in range(1, 20) if tokens >> times >= FEW_TOKENS]
+    said, longest, shortest = "", 0, len(lengths)
+    while longest < shortest:
+        middle = (longest + shortest) // 2
+        workload = replace(traced.workload, sequence_length=lengths[middle])
+        task = make_task(trace(traced.model, None, workload), cluster, asked)
+        best = search(task).best
+        if best is not None:
+            said, shortest = f"With {lengths[middle]} tokens (--seq) it fits: {in_words(task, best)}", middle
+            continue
+        longest = middle + 1
+        if longest == len(lengths):
+            said = f"Shorter sequences alone do not help: with {lengths[middle]} tokens: {remedy(task) or take_less()}"
+    return f"{pairs_of_tokens(traced.graph)}{said}"
 
 
 def _if_changed(

@@ -1,10 +1,9 @@
 """Reasons: what was chosen, why, the runner-up and by how much, and how to start it; of a refusal, what was tried."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
-from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.memory import Memory, RecipeEstimate
 from autoshard.engine.precision import FEWER_BITS, PRECISIONS, inference_precision
@@ -160,8 +159,11 @@ def launch_command(task: SearchTask, recipe: Recipe) -> str:
     return f"start it{where}: torchrun{nodes} --nproc-per-node={per_host} {script}"
 
 
-def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
-    """Say which recipe comes closest, by how much it does not fit and where, and one change that was tried."""
+def refuse(task: SearchTask, found: Searched, fewer_tokens: Callable[[], str]) -> str:
+    """Say which recipe comes closest, by how much it does not fit and where, and one change that was tried.
+
+    `fewer_tokens` tries shorter sequences, where nothing else makes it fit, and says what came out.
+    """
     closest = found.closest
     if closest is None:
         said = f"no mesh of {task.devices} devices goes with a batch of {_counted(task.limits.samples, 'sample')}"
@@ -183,7 +185,10 @@ def refuse(task: SearchTask, found: Searched, cluster: Cluster) -> str:
         f"the {format_bytes(task.card.memory_bytes)} that may be used"
     )
     why = task.limits.why_not and f" {task.limits.why_not[0].upper()}{task.limits.why_not[1:]}"
-    return f"{said}. {_of_the_loss(closest, lacking)}{remedy(task, closest)}{why}"
+    if not task.given.advise:
+        return f"{said}."
+    change = remedy(task) or fewer_tokens() or take_less(closest)
+    return f"{said}. {_of_the_loss(closest, lacking)}{change}{why}"
 
 
 def _of_the_loss(closest: RecipeEstimate, lacking: float) -> str:
@@ -204,8 +209,19 @@ def _how(task: SearchTask, recipe: Recipe, before: str) -> str:
     return f"{before} micro-batches of {recipe.micro_batch}, recomputation {recipe.recompute}"
 
 
-def remedy(task: SearchTask, closest: RecipeEstimate | None = None) -> str:
-    """The first change that makes it fit, tried with the same search; `closest`: the recipe that lacks least."""
+def in_words(task: SearchTask, best: RecipeEstimate) -> str:
+    """A recipe as a change is said to make it possible."""
+    return f"{shown_mesh(best.recipe)}{_how(task, best.recipe, ',')}, {format_seconds(best.seconds)}."
+
+
+def take_less(closest: RecipeEstimate | None = None) -> str:
+    """What is left to do where no change that was tried makes it fit; `closest`: the recipe that lacks least."""
+    alone = closest is not None and closest.recipe.micro_batch == 1  # samples are computed one by one already
+    return f"Use shorter sequences{'' if alone else ', a smaller batch,'} or larger devices."
+
+
+def remedy(task: SearchTask) -> str:
+    """The first change that makes it fit, tried with the same search; "" if none of them does."""
     free = replace(task, given=replace(task.given, mesh={}, micro_batch=None, recompute=None, num_microbatches=None))
     tried = [("Without what was fixed it fits: ", free)] if task.given != free.given else []
     if task.training and any(block.cuts_loss or block.divides_loss for block in task.work.blocks):
@@ -227,11 +243,9 @@ def remedy(task: SearchTask, closest: RecipeEstimate | None = None) -> str:
             continue
         found = search(other)
         if found.best is not None:
-            again = _how(task, found.best.recipe, ",")
-            return f"{words}{shown_mesh(found.best.recipe)}{again}, {format_seconds(found.best.seconds)}."
+            return f"{words}{in_words(task, found.best)}"
         if found.closest is not None and other.precision == task.precision:
             if found.closest.memory.used > NO_LESS * least:
                 break  # more devices do not help
             least = found.closest.memory.used
-    alone = closest is not None and closest.recipe.micro_batch == 1  # samples are computed one by one already
-    return f"Use shorter sequences{'' if alone else ', a smaller batch,'} or larger devices."
+    return ""

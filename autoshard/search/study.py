@@ -18,7 +18,7 @@ from autoshard.search.best import Searched, SearchTask, alone, price_recipe, sea
 from autoshard.search.estimates import estimate_recipe, setting_of
 from autoshard.search.limits import Asked, limits_of
 from autoshard.search.processes import asked_of, make_task, recipe_of
-from autoshard.search.reasons import explain, remedy, shown_mesh
+from autoshard.search.reasons import explain, remedy, shown_mesh, take_less
 from autoshard.search.sizes import Cell
 from autoshard.search.traced import Traced, trace, why_undivided
 
@@ -100,7 +100,7 @@ def _to_fit(task: SearchTask, own: RecipeEstimate, estimate: Estimate) -> str:
     mesh = {name: degree for name, degree in recipe.mesh.items() if degree > 1}
     recompute = recipe.recompute if task.training else None
     same = Asked(objective=task.goal, mesh=mesh, micro_batch=recipe.micro_batch, recompute=recompute)
-    return f"{said}. {remedy(replace(task, given=same))}"
+    return f"{said}. {remedy(replace(task, given=same)) or take_less()}"
 
 
 def _cells(done: Study) -> Iterator[Cell]:

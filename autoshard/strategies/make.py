@@ -74,7 +74,8 @@ def make_plan(
             wider = chain_from_profile(profile, larger, pins=fixed, units=units)
             return place(profile, larger, units, wider, strategy, goal, any_will_do=True) is not None
 
-        raise PlanError(refusal(chain, limited, works if advise else None) + why_not_offloaded(profile, cluster))
+        said = refusal(chain, limited, profile.graph, works if advise else None)
+        raise PlanError(said + why_not_offloaded(profile, cluster))
     reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
     return _plan(profile, cluster, strategy, objective, pins, found, reasons)
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from autoshard.axes.walk import where
+from autoshard.capture.graph import ModelGraph
 from autoshard.cluster.cluster import Cluster
 from autoshard.cluster.links import make_links
 from autoshard.common.sizes import format_bytes
@@ -14,9 +16,13 @@ from autoshard.strategies.partition import Room, most_even
 from autoshard.strategies.placing import levels
 
 _MOST_MORE_DEVICES = 64
+_MOST_MORE_MEMORY = 8
+"""Times the memory of a device: no card has more than that, and it is no advice."""
 
 
-def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | None) -> str:
+def refusal(
+    chain: Chain, cluster: Cluster, graph: ModelGraph, works: Callable[[Cluster], bool] | None
+) -> str:  # fmt: skip
     """Say which device lacks how much, what takes most there, and one change for which `works` came out true.
 
     Without `works` no change is looked for: that takes as long as several plans.
@@ -39,7 +45,24 @@ def refusal(chain: Chain, cluster: Cluster, works: Callable[[Cluster], bool] | N
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
         f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
+        + (pairs_of_tokens(graph) if works else "")
         + (_remedy(chain, cluster, device, max(need - has, 1.0), float(sizes.max()), works) if works else "")
+    )
+
+
+def pairs_of_tokens(graph: ModelGraph) -> str:
+    """That the largest tensor has a number for every pair of tokens, where that is so: attention in several ops."""
+    values = graph.values
+    ids = {shape[1]: shape[0] for one in graph.inputs if len(shape := values[one].shape) == 2}
+    largest = max((value for value in values if value.op >= 0), key=lambda value: value.nbytes, default=None)
+    if largest is None or len(largest.shape) < 4 or largest.shape[-2] not in ids:
+        return ""
+    if largest.shape[-1] - largest.shape[-2] not in (0, 1):  # beside the scores may stand a sink
+        return ""
+    return (
+        f"{where(graph, graph.ops[largest.op])} makes a number for every pair of tokens, "
+        f"{format_bytes(largest.nbytes // ids[largest.shape[-2]])} for each sample: attention in one kernel, where the "
+        "model has it (attn_implementation), makes none. "
     )
 
 
@@ -69,8 +92,11 @@ def _remedy(
         if works(with_copies(cluster, device, count)):
             more = "one more device" if count == 1 else f"{count} more devices"
             return f"It was checked that it fits with {more} like {short.name}."
-    said = with_memory() if extra else ""
-    return said or "No change of one device that was tried makes it fit: leave out the pins, or take larger devices."
+    said = with_memory() if 0 < extra <= _MOST_MORE_MEMORY * short.memory_bytes else ""
+    return said or (
+        "No change of one device that was tried makes it fit: leave out the pins, take larger devices, or give less at "
+        "once (--max-seq and --max-batch find what fits)."
+    )
 
 
 def round_up(nbytes: float) -> int:

@@ -1,5 +1,6 @@
 """The search: equal to pricing everything, never worse with more, and what was fixed stays fixed."""
 
+import re
 from dataclasses import replace
 from math import prod
 from unittest import mock
@@ -21,7 +22,7 @@ from autoshard.search.compared import compare_processes
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Asked, parse_mesh
 from autoshard.search.processes import make_task, plan_processes, recipe_of
-from autoshard.search.reasons import remedy
+from autoshard.search.reasons import remedy, take_less
 from autoshard.search.traced import trace, why_undivided
 from tests.search.models import Decoder, traced
 
@@ -407,7 +408,30 @@ def test_a_smaller_batch_is_named_only_where_samples_are_computed_together():
         task = replace(task, card=tight, limits=replace(task.limits, why_not=why_not))
         closest = search(task).closest
         assert closest is not None and closest.recipe.micro_batch == together
-        assert ("a smaller batch" in remedy(task, closest)) == (together > 1)
+        assert not remedy(task) and ("a smaller batch" in take_less(closest)) == (together > 1)
+
+
+def test_a_refusal_names_a_sequence_that_fits_and_why_the_given_one_is_so_large():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=8, vocab_size=512,
+        max_position_embeddings=2**20, attn_implementation="eager",
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    devices = parse_devices("2xT4")
+
+    def made(tokens):
+        workload = autoshard.Workload(mode="training", batch_size=2, sequence_length=tokens)
+        return choose(model, None, workload, devices, Asked(launch="processes"))
+
+    with pytest.raises(PlanError, match=r"makes a number for every pair of tokens, \d+ GiB for each sample") as refused:
+        made(65536)
+    found = re.search(r"With (\d+) tokens \(--seq\) it fits: \w+=2, micro-batches of", str(refused.value))
+    assert found is not None
+    assert made(int(found[1])) is not None
+    with pytest.raises(PlanError, match="no recipe fits"):
+        made(2 * int(found[1]))
 
 
 def test_of_unequal_devices_the_fastest_share_the_model():
