@@ -28,7 +28,6 @@ from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, Op, name_of
 from autoshard.common.module_paths import above, is_below, join, relative
 from autoshard.plan.sharding import Action, Cut, Part, Results
-from autoshard.runtime.given import picks_tokens
 
 FUNCTION = "cross_entropy"
 
@@ -225,18 +224,16 @@ def _has_tokens(walk: AxisWalk, op: Op, factor: Factor) -> bool:
     return len(dims) == 1 and dims[0] != min(1, len(walk.of(op.inputs[0])) - 1)
 
 
-def divide_losses(
-    lookup: Lookup, cuts: Sequence[Cut], given: tuple[tuple, dict]
-) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
+def divide_losses(lookup: Lookup, cuts: Sequence[Cut]) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
     """Return the cuts of divided tokens with norm, head and loss divided as well, where that can be.
 
-    With them, which modules give each rank a part then. `given`: the arguments of the call.
+    With them, which modules give each rank a part then.
     """
     made: list[Cut] = []
     results: list[Results] = []
     for cut in cuts:
         joins = [action for action in cut.actions if action.kind == "join"]
-        end = _tokens_divided(lookup, cut, joins[0], given) if joins == list(cut.actions) and joins else ()
+        end = _tokens_divided(lookup, cut, joins[0]) if joins == list(cut.actions) and joins else ()
         if end:
             module, part = end[-1].blocks[0], Part(path="", dim=joins[0].dim, axis=joins[0].axis, cut=len(made))
             inner = tuple(path for path in above(cut.blocks[0]) if path != module and is_below(path, module))
@@ -245,13 +242,10 @@ def divide_losses(
     return tuple(made), tuple(results)
 
 
-def _tokens_divided(lookup: Lookup, cut: Cut, join: Action, given: tuple[tuple, dict]) -> tuple[Cut, ...]:
+def _tokens_divided(lookup: Lookup, cut: Cut, join: Action) -> tuple[Cut, ...]:
     """The cuts of the head and of the losses, instead of the one that puts tokens together before; () for none."""
     (call,) = (one for one in lookup.graph.calls if one.path == cut.blocks[0])
-    value = call.outputs[call.output_paths.index(join.argument)]
-    if picks_tokens(given, lookup.graph.values[value].shape[join.dim] // cut.degree, cut.degree):
-        return ()  # calls with such arguments are refused there
-    loss = token_loss(lookup, value, join.dim)
+    loss = token_loss(lookup, call.outputs[call.output_paths.index(join.argument)], join.dim)
     action = loss_action(lookup, loss.losses, join.axis) if loss is not None else None
     if loss is None or action is None:
         return ()

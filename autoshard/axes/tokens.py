@@ -95,15 +95,13 @@ def _divided(
     return [], reason
 
 
-def divide_context(
-    graph: ModelGraph, degree: int, training: bool, arguments: tuple[tuple, dict]
-) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
+def divide_context(graph: ModelGraph, degree: int, training: bool) -> tuple[tuple[Cut, ...], tuple[Results, ...]]:
     """Return the cuts that divide the tokens of all blocks with attention over so many ranks, which share no matrix.
 
     With them, which modules give each rank a part, and what the model gave: anything else may be a rank's part.
 
-    `graph`: captured with `composite=True`; `training`: in training mode; `arguments`: of the call. Raises `PlanError`
-    where a block with attention can't be.
+    `graph`: captured with `composite=True`; `training`: in training mode. Raises `PlanError` where a block with
+    attention can't be.
     """
     lookup, found = Lookup(graph), []
     for region in find_regions(graph):
@@ -118,7 +116,7 @@ def divide_context(
         found += cuts
     if not found:
         raise PlanError(f"cp={degree} divides tokens around {ATTENTION}, which this model does not call.")
-    divided, results = divide_losses(lookup, found, arguments)
+    divided, results = divide_losses(lookup, found)
     (root,) = (call for call in graph.calls if not call.path)
     places = zip(root.output_paths, root.outputs, strict=True)
     given = tuple(result_of(path, len(graph.values[value].shape)) for path, value in places)

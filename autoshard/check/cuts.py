@@ -267,7 +267,7 @@ def find_context(
     `graph`: a forward with these inputs, captured with `composite=True`. Code that reads a length sees that of a rank's
     part: the last rank is recorded, and must run the same ops.
     """
-    cuts, results = divide_context(graph, degree, model.training, call_of(model, inputs, workload, graph))
+    cuts, results = divide_context(graph, degree, model.training)
     forward = replace(workload, mode="inference", new_tokens=0)
 
     def record(local: nn.Module) -> Any:

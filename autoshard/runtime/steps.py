@@ -25,21 +25,27 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _ON_RESULTS = frozenset({"reduce", "mean", "gather", "spread", "copy_from", "scatter", "join", "spread_tokens"})
 """Kinds of actions on what a call gives."""
+_OF_ITS_OWN = (
+    ", and each rank picks from its own. Plan again with inputs like these, or call the model for all tokens and pick "
+    "from what it gives."
+)
 
 
 class Tokens:
     """Whether ranks divide tokens in the forward of the model that runs: if it began with gradients; None for none.
 
     Code may disable them for a part of the model, and reentrant checkpoints do. `counts`: how many tokens a rank was
-    given of what was divided in this forward; `given`: its arguments.
+    given of what was divided in this forward; `given`: its arguments; `left`: how many tokens a rank has before the
+    head, and how many ranks; None once a loss was made of them, for which there are as many labels.
     """
 
-    __slots__ = ("counts", "divided", "given")
+    __slots__ = ("counts", "divided", "given", "left")
 
     def __init__(self) -> None:
         self.divided: bool | None = None
         self.counts: set[int] = set()
         self.given: tuple[tuple, dict] = (), {}
+        self.left: tuple[int, int] | None = None
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Pre-hook of the model."""
@@ -48,21 +54,21 @@ class Tokens:
             self.counts.clear()
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
-        """Hook, also after an exception."""
-        if not torch.compiler.is_compiling():
-            self.divided, self.given = None, ((), {})
+        """Hook, also after an exception. Raises `ApplyError` where tokens that are given out may be other ones."""
+        if torch.compiler.is_compiling():
+            return
+        left, given, self.divided, self.given, self.left = self.left, self.given, None, ((), {}), None
+        picking = picks_tokens(given, *left) if left and result is not None else ""
+        if picking:
+            raise ApplyError(f"{type(module).__name__}: the argument {picking} may pick tokens{_OF_ITS_OWN}")
 
-    def check_all(self, count: int, ranks: int, where: str) -> None:
-        """Raise `ApplyError` where code may have picked some tokens of a rank's, of which `count` are left."""
+    def leave(self, count: int, ranks: int, where: str) -> None:
+        """Note how many tokens a rank has left before the head. Raises `ApplyError` if code has picked some of them."""
         if self.divided is None or torch.compiler.is_compiling() or torch_private.autograd_node() is not None:
             return
-        picking = picks_tokens(self.given, count, ranks)
-        if picking or count not in self.counts:
-            picked = f"the argument {picking} may pick tokens" if picking else f"only {count} tokens of a rank are left"
-            raise ApplyError(
-                f"{where}: {picked}, and each rank picks from its own. Plan again with inputs like these, or call the "
-                "model for all tokens and pick from what it gives."
-            )
+        if count not in self.counts:
+            raise ApplyError(f"{where}: only {count} tokens of a rank are left{_OF_ITS_OWN}")
+        self.left = count, ranks
 
     def __call__(self, where: str) -> bool:
         """Whether they are divided at a place of that name. Raises `ApplyError` if only this place has gradients."""
@@ -165,7 +171,8 @@ class Step:
         if kind in ("scatter", "divide") and tensor.shape[dim] % degree:
             raise ApplyError(
                 f"{self.where} has {tensor.shape[dim]} tokens, which {degree} ranks can't divide. Pad sequences to a "
-                f"multiple of {degree}, or apply dataclasses.replace(plan, sequence_parallel=False)."
+                f"multiple of {degree}, or, where ranks share matrices, apply dataclasses.replace(plan, "
+                "sequence_parallel=False)."
             )
         if kind == "divide" and not torch.compiler.is_compiling():
             self.memo.tokens.counts.add(tensor.shape[dim] // degree)
@@ -263,7 +270,7 @@ class Step:
             self._check_dims(tensor)
             if not self._divides:
                 return tensor
-            self.memo.tokens.check_all(tensor.shape[self.action.dim], self.ranks.size, self.where)
+            self.memo.tokens.leave(tensor.shape[self.action.dim], self.ranks.size, self.where)
             return cut_loss.spread_tokens(tensor, self.ranks, self.action.dim)
         if self.action.kind in ALONG:
             if self._divides:
@@ -281,6 +288,7 @@ class Step:
             return self._dropout(call, args, kwargs)
         if self.action.kind in LOSSES:
             assert self.axis is not None
+            self.memo.tokens.left = None
             return cut_loss.cross_entropy(call, self.axis, args, kwargs)
         if self.action.kind == "context":
             return self._attention(call, args, kwargs) if self._divides else call(*args, **kwargs)

@@ -216,7 +216,7 @@ def test_parts_of_sequences_train_as_on_one_process(ranks):
     for results in run_ranks(run_jobs, ranks, jobs):
         states, *picked = results.pop(asked, ("tensor of shape [4, 4, 16] at '1' that the plan does not know",))
         assert "tensor of shape [4, 4, 16] at '1' that the plan does not know" in states
-        assert all("head: " in said and "each rank picks from its own" in said for said in picked)
+        assert all("each rank picks from its own" in said for said in picked)
         assert results.pop(last_tokens, 0) < 1e-6
         if given_out in jobs:
             shape, whole, errors = results.pop(given_out)
