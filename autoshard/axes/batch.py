@@ -13,7 +13,7 @@ from autoshard.axes.axis import Factor, describe, factors_of, resolve
 from autoshard.axes.batch_merges import CLASSES, LOSSES
 from autoshard.axes.batch_rules import FOR_REPLICAS
 from autoshard.axes.walk import AxisWalk, walk_over
-from autoshard.capture.graph import ModelGraph, name_of
+from autoshard.capture.graph import name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,9 @@ def follow(walk: AxisWalk, value: int, dim: int) -> Rows | None:
         inputs=tuple(_found(walk, graph.inputs, factor)),
         outputs=tuple(_found(walk, graph.outputs, factor)),
         parameter=next((tensor.name for tensor in graph.tensors if walk.cut_dims(tensor.value, factor)), ""),
-        unshardable=any(factor in factors_of(axis) and not _is_loss(graph, op) for op, axis in walk.blocks),
+        unshardable=any(
+            factor in factors_of(axis) and name_of(graph.ops[op]) not in LOSSES | CLASSES for op, axis in walk.blocks
+        ),
     )
 
 
@@ -64,10 +66,6 @@ def batch_dim(walk: AxisWalk) -> int:
 
 def _rows(walk: AxisWalk, dim: int) -> list[Rows]:
     return [rows for value in walk.graph.inputs if (rows := follow(walk, value, dim))]
-
-
-def _is_loss(graph: ModelGraph, op: int) -> bool:
-    return name_of(graph.ops[op]) in LOSSES | CLASSES
 
 
 def _found(walk: AxisWalk, values: Sequence[int], factor: Factor) -> Iterator[tuple[int, int, str]]:

@@ -28,7 +28,7 @@ from autoshard.capture.run import MODULE_PATH, Find, Run, record_run
 from autoshard.capture.user_code import NOWHERE, calling_line, files_and_lines, place
 from autoshard.common.module_paths import find_scripted
 from autoshard.common.packed import stored_bytes
-from autoshard.errors import CaptureError, SpecError
+from autoshard.errors import AutoshardError, CaptureError, SpecError
 from autoshard.plan.workload import Workload
 
 REAL_BYTES = 2 << 30
@@ -167,7 +167,7 @@ def _climb(run: Run, level: Level | None, real: bool = True) -> ModelGraph:
         return _forced(run, level)
     try:
         return _at(run, "fake", ())
-    except CaptureError:
+    except AutoshardError:
         raise
     except Exception as error:
         stopped = error
@@ -187,7 +187,7 @@ def _climb(run: Run, level: Level | None, real: bool = True) -> ModelGraph:
 def _forced(run: Run, level: Level, notes: tuple[str, ...] = ()) -> ModelGraph:
     try:
         return _at(run, level, notes)
-    except CaptureError:
+    except AutoshardError:
         raise
     except Exception as error:
         raise _refusal(run, error) from error
@@ -215,7 +215,7 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
             call_log.left_out = engine.left_out
         return graph
 
-    clone = _tensor_bytes(run.model) <= REAL_BYTES
+    clone = sum(map(stored_bytes, {id(t): t for t in _tensors(run.model)}.values())) <= REAL_BYTES
     if level == "real" and _without_values(run.model):
         raise CaptureError("the level 'real' needs a model with values: this one is on meta, or fake.")
     attempts: list[tuple[Decoding, Level]] = []
@@ -227,6 +227,8 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
     for way, rung in attempts:
         try:
             return record(way, rung).with_notes((*notes, *assumed))
+        except SpecError:
+            raise
         except Exception as error:  # the forward alone may still be recorded; if not, that says why
             notes += (f"no cached step by {way}, level {rung}, stopped at {place(error)}: {_reason(error)}",)
     return record(None).with_notes((*notes, *assumed))
@@ -244,7 +246,7 @@ def _refusal(run: Run, error: Exception) -> CaptureError:
             f"{type(run.model).__name__} calls flex_attention ({where}), which can't be recorded. Use "
             'scaled_dot_product_attention; Transformers does with attn_implementation="sdpa".'
         )
-    elif run.composite and _differentiates(error):
+    elif run.composite and any(file == torch.autograd.__file__ for file, _ in files_and_lines(error)):
         advice = "A forward that differentiates can be placed (strategy='balanced'), but not cut or divided."
     else:
         advice = f"Check that the inputs fit {type(run.model).__name__}.forward{_signature(run.model)}."
@@ -253,11 +255,6 @@ def _refusal(run: Run, error: Exception) -> CaptureError:
     return CaptureError(
         f"{type(run.model).__name__} could not be run with the inputs given: {_reason(error)} ({where}). {advice}"
     )
-
-
-def _differentiates(error: Exception) -> bool:
-    """Whether torch.autograd.grad or backward was called: a composite run has no gradients."""
-    return any(file == torch.autograd.__file__ for file, _ in files_and_lines(error))
 
 
 def _signature(model: nn.Module) -> str:
@@ -277,10 +274,6 @@ def _reason(error: BaseException) -> str:
 
 def _without_values(model: nn.Module) -> bool:
     return any(map(valueless, _tensors(model)))
-
-
-def _tensor_bytes(model: nn.Module) -> int:
-    return sum(stored_bytes(tensor) for tensor in {id(t): t for t in _tensors(model)}.values())
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

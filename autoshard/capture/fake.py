@@ -282,6 +282,16 @@ def _assumed(engine: FakeFloats, out: torch.Tensor, value: bool) -> torch.Tensor
     return engine.real_filled(out, value)
 
 
+def _select(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """x[:, i] is x[:, 0] that begins elsewhere: of a loop over tokens, torch works each out anew, in a millisecond."""
+    x, dim, index = args
+    if not 0 < index < x.shape[dim] or x.is_conj() or x.is_neg():
+        return NotImplemented
+    first = engine.shapes.run(func, (x, dim, 0), kwargs)
+    offset = first.storage_offset() + index * x.stride(dim)
+    return engine.shapes.inside(x.untyped_storage(), offset, first.shape, first.stride(), x.dtype)
+
+
 def _index(engine: FakeFloats, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """x[mask] with a known mask: as many rows as it has true elements."""
     indices = []
@@ -396,6 +406,7 @@ RULES: dict[Any, Callable[[FakeFloats, Any, tuple, dict[str, Any]], Any]] = {
     aten.argmax.default: _argmax,
     **dict.fromkeys((aten.topk.default, aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable), _ranked),
     aten.nonzero.default: _nonzero,
+    aten.select.int: _select,
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
     aten._grouped_mm.default: _grouped_mm,

@@ -10,11 +10,7 @@ from torch.utils.flop_counter import flop_registry
 aten = torch.ops.aten
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, *rest: Any, out_val: torch.Tensor, **options: Any) -> int:
-    return 2 * out_val.numel() * weight.shape[-1]
-
-
-def _matmul(left: torch.Tensor, right: torch.Tensor, *, out_val: torch.Tensor) -> int:
+def _matmul(left: torch.Tensor, *rest: Any, out_val: torch.Tensor, **options: Any) -> int:
     return 2 * out_val.numel() * left.shape[-1]
 
 
@@ -70,10 +66,6 @@ def _rows_by_matrices(x: torch.Tensor, given: Iterable[Any]) -> int:
     return 2 * x.shape[:-1].numel() * sum(matrix.numel() for matrix in matrices)
 
 
-def _recurrent(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
-    return _rows_by_matrices(x, args[:2])
-
-
 def _recurrent_layers(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
     """Weights are the last list among the arguments."""
     return _rows_by_matrices(x, [arg for arg in args if isinstance(arg, (list, tuple))][-1])
@@ -87,7 +79,7 @@ def _encoder(x: torch.Tensor, *args: Any, out_val: Any, **options: Any) -> int:
 
 
 COMPOSITE_FLOPS: dict[Any, Callable[..., int]] = {
-    aten.linear: _linear,
+    aten.linear: _matmul,
     aten.matmul: _matmul,
     aten.einsum: _einsum,
     aten.scaled_dot_product_attention: _attention,
@@ -103,7 +95,7 @@ KERNEL_FLOPS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped,
     aten._transformer_encoder_layer_fwd: _encoder,
     aten._native_multi_head_attention: _encoder,
-    aten.mkldnn_rnn_layer: _recurrent,
+    aten.mkldnn_rnn_layer: lambda x, *args, **options: _rows_by_matrices(x, args[:2]),
     **dict.fromkeys((aten.mv, aten.addmv, aten.dot, aten.vdot), _matrix_vector),
 }
 

@@ -6,6 +6,7 @@ import random
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,13 +36,15 @@ from autoshard.common.fingerprint import fingerprint
 from autoshard.common.model_state import undisturbed
 from autoshard.common.own_tensors import OF_EVERY_MODULE, own_tensors, put_tensor
 from autoshard.common.packed import stored_bytes
-from autoshard.errors import CaptureError
+from autoshard.errors import CaptureError, SpecError
 from autoshard.plan.workload import Workload
 from autoshard.torch_private import below_autograd, looks_for_overrides, no_dispatch_modes, no_overrides
 
 Find = Callable[[torch.Tensor], int | None]
 MODULE_PATH = "autoshard_module_path"
 """The attribute of an error that tells the module in which it came up."""
+MOST_OPS = 2_000_000
+"""Longer loops are not recorded: that takes some 7 minutes, and 16 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,12 +330,23 @@ def applied_to_placeholders() -> Iterator[None]:
         nn.Module._apply = apply  # type: ignore[method-assign]
 
 
+def _refuse_loop(path: str, alike: int, ops: int) -> None:
+    """Raise `SpecError` if so many ops of one module are too many for all that are of its kind."""
+    if ops * alike > MOST_OPS:
+        raise SpecError(
+            f"{path or 'the model'} runs {ops:,} ops by itself, in a loop over tokens, say, and {alike} modules are of "
+            f"its kind: more than the {MOST_OPS:,} that are recorded. Give sequences (--seq) of at most "
+            f"{MOST_OPS / ops / alike:.0%} of the length."
+        )
+
+
 @contextmanager
 def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
     """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on placeholders."""
     paths = {id(module): path for path, module in model.named_modules()}
     # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
     overriding = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
+    alike = Counter(map(type, model.modules()))
     call = nn.Module.__call__
     observer, call_log, thread = run.observer, run.call_log, threading.get_ident()
 
@@ -347,7 +361,7 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
             observer.note(path, args, kwargs)
         if call_log is not None:
             call_log.note(path, args, kwargs)
-        row = recorder.begin_call(path, args, kwargs)
+        row, begin = recorder.begin_call(path, args, kwargs), recorder.log.now
         output = None
         try:
             if id(self) in overriding and _is_inference(self):
@@ -366,6 +380,8 @@ def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: boo
                 call_log.ended(row, output)
             if generates:
                 recorder.note_state(self, output)
+            if output is not None and (recorder.log.now - begin) * alike[type(self)] > MOST_OPS:
+                _refuse_loop(path, alike[type(self)], sum(op.call == row for op in recorder.log.ops[begin:]))
 
     nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
     try:

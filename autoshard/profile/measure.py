@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoshard.capture.graph import ModelGraph, Op
+from autoshard.capture.graph import ModelGraph
 from autoshard.common.module_paths import parent
 from autoshard.common.schemas import name_of_op
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
@@ -261,17 +261,13 @@ def _traffic(graph: ModelGraph) -> tuple[list[int], list[str]]:
             continue
         inputs = list(dict.fromkeys(op.inputs))
         counted = [*written, *op.mutates]
-        if inputs and written and _is_gather(op):
+        if inputs and written and name_of_op(op.target) in _GATHERS:
             table = inputs.pop(0)
             whole = value_bytes[table] <= sum([value_bytes[v] for v in written])
             counted += [table] if whole else written
         nbytes = sum([value_bytes[v] for v in (*counted, *inputs)])
         moved.append(nbytes - round(value_bytes[op.inputs[1]] * (1 - hit)) if hit < 1 and nbytes else nbytes)
     return moved, dtypes
-
-
-def _is_gather(op: Op) -> bool:
-    return name_of_op(op.target) in _GATHERS
 
 
 def _main_dtype(graph: ModelGraph, op_dtypes: Sequence[str]) -> str:

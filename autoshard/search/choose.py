@@ -18,7 +18,6 @@ from autoshard.common.collector import no_collection
 from autoshard.common.progress import tell
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.estimate import Estimate
-from autoshard.engine.memory import RecipeEstimate
 from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
@@ -90,9 +89,10 @@ def _planned(
 
     `running`: they run already, and place the model where it can't be divided.
     """
-    if not forced and len(cluster.devices) == 1:
-        asked = replace(asked, precision=_as_stored(traced))
     training = traced.workload.training
+    if not forced and len(cluster.devices) == 1:
+        pure = training and dtype_of(traced.graph) not in ("float32", "float64")  # as one trains on one card
+        asked = replace(asked, precision="pure" if pure else "auto")
     try:
         _refuse_written(traced)
         plan, found, task = plan_processes(traced, cluster, asked)
@@ -104,7 +104,9 @@ def _planned(
     one_may_do = not (forced or running or training or asked.named or _several_hosts(cluster))
     single = alone(task, found) if one_may_do else None
     if single is not None:
-        plan, found = _on_one(traced, cluster, asked, task, found, single)
+        found, several = replace(found, best=single), found.best
+        plan = write_plan(traced, cluster, asked, single.recipe)
+        plan = replace(plan, reasons=explain(task, found, instead_of=several))
     best = found.best
     assert best is not None
     plain = best.recipe.devices == 1 and best.recipe.recompute == "none" and best.recipe.num_microbatches == 1
@@ -185,9 +187,11 @@ def _on_unequal(traced: Traced, cluster: Cluster, asked: Asked, least: int) -> C
     single = None if traced.workload.training else _tried(traced, fastest, asked, forced=True)
     equal = [devices for devices in sets if _considered(devices, max(2, least), asked)]
     found = [one for devices in equal if (one := _tried(traced, devices, asked)) is not None]
-    best = min((one for one in found if _several(one)), key=lambda one: one.estimate.latency_seconds, default=None)
+    best = min(
+        (one for one in found if one.plan.devices[1:]), key=lambda one: one.estimate.latency_seconds, default=None
+    )
     if single is not None:  # of several of its kind: it says what more of them would do
-        single = next((one for one in found if not _several(one)), single)
+        single = next((one for one in found if not one.plan.devices[1:]), single)
     first = best or single
     if first is None:
         whole = sum(device.memory_bytes for device in cluster.devices)
@@ -196,7 +200,7 @@ def _on_unequal(traced: Traced, cluster: Cluster, asked: Asked, least: int) -> C
     limit = float("inf") if first is None else first.estimate.latency_seconds
     for devices in sets:
         one = None if devices in equal else _tried(traced, devices, asked, forced=True)
-        if one is not None and _several(one) and one.estimate.latency_seconds < WORTH_SAYING * limit:
+        if one is not None and one.plan.devices[1:] and one.estimate.latency_seconds < WORTH_SAYING * limit:
             best, limit = one, one.estimate.latency_seconds
     if single is not None and single.estimate.latency_seconds <= WORTH_STARTING * limit:
         return _saying_what_is_left(single, cluster, instead_of=best) if traced.workload.new_tokens else None
@@ -209,11 +213,6 @@ def _tried(traced: Traced, cluster: Cluster, asked: Asked, *, forced: bool = Fal
         return _planned(traced, cluster, asked, forced=forced)
     except (PlanError, SpecError):
         return None
-
-
-def _several(chosen: Chosen) -> bool:
-    """Whether a plan has several ranks."""
-    return len(chosen.plan.devices) > 1
 
 
 def _saying_what_is_left(chosen: Chosen, cluster: Cluster, *, instead_of: Chosen | None = None) -> Chosen:
@@ -267,12 +266,6 @@ def _is_running(cluster: Cluster, workload: Workload, asked: Asked) -> bool:
     )
 
 
-def _as_stored(traced: Traced) -> str:
-    """The precision of a model that trains as it is, as one does on one card."""
-    pure = traced.workload.training and dtype_of(traced.graph) not in ("float32", "float64")
-    return "pure" if pure else "auto"
-
-
 def _has_no_room(graph: ModelGraph, cluster: Cluster) -> bool:
     """Whether what the model stores is more than all devices have: then no placement fits either."""
     stored = {tensor.storage for tensor in graph.tensors}
@@ -281,13 +274,3 @@ def _has_no_room(graph: ModelGraph, cluster: Cluster) -> bool:
 
 def _several_hosts(cluster: Cluster) -> bool:
     return len({device.host for device in cluster.devices}) > 1
-
-
-def _on_one(
-    traced: Traced, cluster: Cluster, asked: Asked, task: SearchTask, found: Searched, alone: RecipeEstimate
-) -> tuple[Plan, Searched]:  # fmt: skip
-    best = found.best
-    assert best is not None
-    changed = replace(found, best=alone)
-    plan = write_plan(traced, cluster, asked, alone.recipe)
-    return replace(plan, reasons=explain(task, changed, instead_of=best)), changed

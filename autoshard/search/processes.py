@@ -42,8 +42,6 @@ from autoshard.strategies.refusal import pairs_of_tokens
 
 WORTH_SAYING = 0.95
 """What takes a larger part of the time is not offered as faster."""
-FEW_TOKENS = 512
-"""Shorter sequences are not looked at."""
 STRATEGY_AXES: dict[str, tuple[str, ...]] = {
     "auto": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
     "hybrid": ("dp", "fsdp", "tp", "pp", "cp", "ep"),
@@ -120,7 +118,7 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
 def _with_fewer_tokens(traced: Traced, cluster: Cluster, asked: Asked) -> str:
     """The longest of a half of the tokens, a quarter and so on with which it fits, or that fewer tokens do not help."""
     tokens = traced.work.tokens if traced.derived else 0
-    lengths = [tokens >> times for times in range(1, 20) if tokens >> times >= FEW_TOKENS]
+    lengths = [tokens >> times for times in range(1, tokens.bit_length() - 9)]  # 512 and more
     said, longest, shortest = "", 0, len(lengths)
     while longest < shortest:
         middle = (longest + shortest) // 2

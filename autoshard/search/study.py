@@ -56,7 +56,11 @@ class Study:
     def changes(self) -> tuple[str, ...]:
         """What other batches, lengths and numbers of devices would change, in sentences."""
         own = next((cell for cell in self.cells if cell.own), None)
-        return tuple(_changed(own, cell) for cell in self.cells if own is not None and _steps(own, cell) == 1)
+        sizes = ("batch", "tokens", "devices")
+        return tuple(
+            _changed(own, cell) for cell in self.cells
+            if own is not None and sum(getattr(own, name) != getattr(cell, name) for name in sizes) == 1
+        )  # fmt: skip
 
     def played(self) -> Played:
         """The step or answer as it is played, on the first device of each pipeline rank."""
@@ -160,11 +164,6 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
         cell, mesh=shown_mesh(best.recipe), seconds=best.seconds, tokens_per_second=best.tokens_per_second,
         full=best.memory.used / max(memory, 1),
     )  # fmt: skip
-
-
-def _steps(own: Cell, cell: Cell) -> int:
-    """In how many of its sizes a cell differs."""
-    return sum(getattr(own, name) != getattr(cell, name) for name in ("batch", "tokens", "devices"))
 
 
 def _changed(own: Cell, cell: Cell) -> str:

@@ -75,7 +75,7 @@ def make_plan(
             return place(profile, larger, units, wider, strategy, goal, any_will_do=True) is not None
 
         said = refusal(chain, limited, profile.graph, works if advise else None)
-        raise PlanError(said + why_not_offloaded(profile, cluster))
+        raise PlanError(f"{said}{why_not_offloaded(profile, cluster)}")
     reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
     return _plan(profile, cluster, strategy, objective, pins, found, reasons)
 

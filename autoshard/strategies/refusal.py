@@ -20,9 +20,7 @@ _MOST_MORE_MEMORY = 8
 """Times the memory of a device: no card has more than that, and it is no advice."""
 
 
-def refusal(
-    chain: Chain, cluster: Cluster, graph: ModelGraph, works: Callable[[Cluster], bool] | None
-) -> str:  # fmt: skip
+def refusal(chain: Chain, cluster: Cluster, graph: ModelGraph, works: Callable[[Cluster], bool] | None) -> str:
     """Say which device lacks how much, what takes most there, and one change for which `works` came out true.
 
     Without `works` no change is looked for: that takes as long as several plans.
@@ -45,9 +43,10 @@ def refusal(
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
         f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
-        + (pairs_of_tokens(graph) if works else "")
-        + (_remedy(chain, cluster, device, max(need - has, 1.0), float(sizes.max()), works) if works else "")
-    )
+    ) + (
+        pairs_of_tokens(graph) + _remedy(chain, cluster, device, max(need - has, 1.0), float(sizes.max()), works)
+        if works else ""
+    )  # fmt: skip
 
 
 def pairs_of_tokens(graph: ModelGraph) -> str:
@@ -55,13 +54,12 @@ def pairs_of_tokens(graph: ModelGraph) -> str:
     values = graph.values
     ids = {shape[1]: shape[0] for one in graph.inputs if len(shape := values[one].shape) == 2}
     largest = max((value for value in values if value.op >= 0), key=lambda value: value.nbytes, default=None)
-    if largest is None or len(largest.shape) < 4 or largest.shape[-2] not in ids:
-        return ""
-    if largest.shape[-1] - largest.shape[-2] not in (0, 1):  # beside the scores may stand a sink
+    shape = largest.shape if largest is not None else ()
+    if largest is None or len(shape) < 4 or shape[-2] not in ids or shape[-1] - shape[-2] not in (0, 1):  # with a sink
         return ""
     return (
         f"{where(graph, graph.ops[largest.op])} makes a number for every pair of tokens, "
-        f"{format_bytes(largest.nbytes // ids[largest.shape[-2]])} for each sample: attention in one kernel, where the "
+        f"{format_bytes(largest.nbytes // ids[shape[-2]])} for each sample: attention in one kernel, where the "
         "model has it (attn_implementation), makes none. "
     )
 

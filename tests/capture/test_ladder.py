@@ -1,5 +1,6 @@
 """Levels: what stops one, what the next does, and what errors say."""
 
+import importlib
 import re
 
 import pytest
@@ -167,3 +168,28 @@ def test_arguments_that_take_nothing_but_tensors_are_recorded():
     case = by_name("recurrent")  # its cells hand on a PackedSequence
     graph, call_log = record_forward(case.model(), (), case.example(), grad=False, real=True)
     assert graph.level == "real" and any(isinstance(call.args, Opaque) for call in call_log.calls.values())
+
+
+class Scan(nn.Module):
+    """A layer that takes a sequence token by token."""
+
+    def forward(self, x):
+        state = x[:, 0]
+        for token in range(1, x.shape[1]):
+            state = state * 0.5 + x[:, token]
+        return x + state[:, None]
+
+
+def test_loops_over_tokens_that_take_too_long_are_refused_by_the_first_of_them(monkeypatch):
+    model, inputs = nn.Sequential(*[Scan() for _ in range(4)]), torch.ones(2, 100, 8)
+    ops = len(capture(model, inputs).ops)
+    monkeypatch.setattr(importlib.import_module("autoshard.capture.run"), "MOST_OPS", ops)
+    assert len(capture(model, inputs).ops) == ops
+    monkeypatch.setattr(importlib.import_module("autoshard.capture.run"), "MOST_OPS", ops // 2)
+    refused = (
+        rf"^0 runs {ops // 4} ops by itself, .* and 4 modules are of its kind: more than .* at most 50% of the length"
+    )
+    with pytest.raises(SpecError, match=refused):
+        capture(model, inputs)
+    with pytest.raises(SpecError, match="by itself"):
+        autoshard.plan(model, "2xT4", inputs=inputs)
