@@ -11,6 +11,9 @@ from typing import Literal
 from autoshard.engine.blocks import Block, OpWork, TensorPart
 from autoshard.engine.kept import column_inputs, kept_parts, selective_parts
 
+ALONE = frozenset({"bincount", "cumsum", "histc", "index_put_", "multinomial", "scatter_", "sort", "topk"})
+"""Ops that order, count or scatter elements: no compiler makes one kernel of them and their neighbours."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -259,12 +262,11 @@ def _fused_groups(ops: Sequence[OpWork]) -> list[list[TensorPart]]:
     for index, op in enumerate(ops):
         if op.kind in ("matmul", "attention"):
             continue
-        before = [first(made[part.storage]) for part in op.inputs if part.storage in made]
-        kernel = min(before, default=index)
-        for other in (*before, index):
-            earlier[other] = kernel
+        alone = op.name in ALONE
+        before = [first(at) for part in op.inputs if (at := made.get(part.storage, -1)) >= 0 and not alone]
+        earlier |= dict.fromkeys((*before, index), min(before, default=index))
         for part in op.outputs:
-            made[part.storage] = index
+            made[part.storage] = -1 if alone else index
     members: dict[int, list[OpWork]] = {}
     for index in earlier:
         if not ops[index].free:

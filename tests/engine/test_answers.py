@@ -159,3 +159,16 @@ def test_of_experts_as_many_are_read_with_attention_of_products():
         work = trace(model, {"input_ids": tokens(CODES)}, Workload(new_tokens=NEW)).work
         read.append(sum(weight_bytes(block, Recipe(), 1) for block in work.blocks))
     assert read[0] == read[1]
+
+
+@pytest.mark.parametrize(
+    ("between", "kernels"),
+    [(torch.relu, 1), (lambda x: x.sort(-1).values, 3), (lambda x: x.cumsum(-1), 3), (lambda x: x.topk(WIDTH)[0], 3)],
+)
+def test_what_orders_or_counts_elements_is_a_kernel_of_its_own(between, kernels):
+    class Chain(nn.Module):
+        def forward(self, x):
+            return torch.exp(between(x * 2)) + 1
+
+    work = trace(Chain(), {"x": torch.zeros(2, 4, WIDTH)}, Workload()).work
+    assert [sums_of(block).fused.kernels for block in work.blocks] == [kernels]
