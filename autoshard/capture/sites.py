@@ -2,7 +2,8 @@
 
     block       linear(0)  child: [ linear(0)  relu(0) ]  linear(2)      name(occurrence) in the module it is called in
 
-What a function calls itself is part of it. Ops outside of every function have no place (`autograd.Function.apply`).
+What a function calls itself is part of it, but for what is written out (`common.attention`). Ops outside of every
+function have no place (`autograd.Function.apply`).
 """
 
 from collections import Counter, OrderedDict
@@ -17,6 +18,7 @@ from autoshard.capture import user_code
 from autoshard.capture.graph import SiteCall
 from autoshard.capture.record import Recorder
 from autoshard.capture.sources import DeviceSources
+from autoshard.common.attention import written_out
 from autoshard.common.source_lines import calling_line
 
 PROPERTIES = ("__get__", "__set__", "__delete__")
@@ -52,6 +54,9 @@ class Sites(DeviceSources):
         recorder = self._recorder
         if recorder.busy or not recorder.calls.running:
             return super().__torch_function__(func, types_, args, kwargs)
+        if (inside := written_out(func, args, kwargs)) is not None:
+            with self:
+                return inside()
         name, call_log = getattr(func, "__name__", str(func)), recorder.call_log
         if args and isinstance(args[0], torch.Tensor) and _tells_size(func, name):
             value = recorder.log.find(args[0])

@@ -30,6 +30,7 @@ from autoshard.capture.run import applied_to_placeholders
 from autoshard.capture.sites import PROPERTIES
 from autoshard.check.rank import Arguments, LoneRank
 from autoshard.check.reads import ALL, noted_reads
+from autoshard.common.attention import written_out
 from autoshard.common.module_paths import is_below, relative
 from autoshard.plan.sharding import DROPOUTS, Action, Cut, Scale
 from autoshard.runtime.cuts import apply_cuts
@@ -211,6 +212,9 @@ class _Watch(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", str(func)), kwargs or {}
         if not self._stack or name in PROPERTIES:
             return func(*args, **kwargs)
+        if (inside := written_out(func, args, kwargs)) is not None:
+            with self:
+                return inside()
         path, time, own = self._stack[-1]
         self.current, self.given = (path, time, name, own.get(name, 0)), (args, kwargs)
         for _, _, counts in self._stack:

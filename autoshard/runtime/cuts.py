@@ -231,10 +231,6 @@ def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[di
                 if path not in modules:
                     raise PlanError(f"the plan acts at {path!r}, which this {type(model).__name__} does not have.")
                 check(action, where)
-                if action.function and isinstance(modules[path], nn.MultiheadAttention):
-                    raise PlanError(
-                        f"the plan acts inside of {path!r}, torch's own attention, which is now whole. Plan again."
-                    )
                 try:
                     steps.setdefault(path, []).append(Step(action, cut.shares, ranks, memo, where))
                 except ValueError as error:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from autoshard.common.attention import written_out
 from autoshard.common.source_lines import calling_line
 from autoshard.errors import ApplyError
 from autoshard.nested import tensors_in
@@ -34,6 +35,9 @@ class Watch(TorchFunctionMode):
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if (inside := written_out(func, args, kwargs)) is not None:
+            with self:
+                return inside()
         listed = self.listed.get(getattr(func, "__name__", ""))
         if listed is None:
             return func(*args, **(kwargs or {}))

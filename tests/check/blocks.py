@@ -112,9 +112,9 @@ class Alike(nn.Module):
 class Attending(nn.Module):
     """Attention of torch."""
 
-    def __init__(self, width: int = 24, heads: int = 4) -> None:
+    def __init__(self, width: int = 24, heads: int = 4, **options: bool) -> None:
         super().__init__()
-        self.inner = nn.MultiheadAttention(width, heads)
+        self.inner = nn.MultiheadAttention(width, heads, **options)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x, x, x, need_weights=False)[0]

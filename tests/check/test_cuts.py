@@ -3,6 +3,7 @@
 import copy
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -115,8 +116,21 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
         check_on_ranks(model, cut, x)
 
 
-def test_attention_of_torch_stays_whole():
-    _, found, _ = analysed(Stack(Attending).eval())
+@pytest.mark.parametrize("shares", [(2, 2), (3, 1)])
+def test_attention_of_torch_is_cut_by_its_heads(shares):
+    model = Stack(Attending)
+    _, found, checks = analysed(model)
+    cut = checks([of_blocks(found, 4)], [shares])[0]
+    assert isinstance(cut, Cut), cut
+    assert {shard.name for shard in cut.shards} == {
+        "inner.in_proj_weight", "inner.in_proj_bias", "inner.out_proj.weight"
+    }  # fmt: skip
+    assert not cut.scales  # heads are counted by the width of what a rank has
+    check_on_ranks(model, cut, X)
+
+
+def test_attention_of_torch_with_keys_of_its_own_stays_whole():
+    _, found, _ = analysed(Stack(partial(Attending, add_bias_kv=True)))
     assert not found.groups
     assert any("sums inside of multi_head_attention_forward" in row.reason for row in found.unshardable)
 

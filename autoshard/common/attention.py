@@ -1,0 +1,132 @@
+"""Torch's `multi_head_attention_forward` written out, so that function modes see what it calls.
+
+A mode is given the whole of it as one function. Ranks that share its heads have to act at the functions inside.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+Tensor = torch.Tensor
+_SIGNATURE = inspect.signature(F.multi_head_attention_forward)
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    """The arguments of torch's function, in its order.
+
+    `query`, `key`, `value`: (length, batch, width), or (length, width) of one sequence. `packed`: the weights of the
+    three projections below each other.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    width: int
+    heads: int
+    packed: Tensor | None
+    bias: Tensor | None
+    added_key: Tensor | None
+    added_value: Tensor | None
+    adds_zero: bool
+    dropout: float
+    last_weight: Tensor
+    last_bias: Tensor | None
+    training: bool
+    padding: Tensor | None
+    wants_weights: bool
+    mask: Tensor | None
+    is_separate: bool
+    query_weight: Tensor | None
+    key_weight: Tensor | None
+    value_weight: Tensor | None
+    static_key: Tensor | None
+    static_value: Tensor | None
+    averages: bool
+    is_causal: bool
+
+
+def written_out(func: Any, args: tuple, kwargs: dict[str, Any] | None) -> Callable[[], Any] | None:
+    """What computes a call of a torch function by functions that modes see; None where there is nothing to see inside.
+
+    Attention that adds keys and values, is given them, or has a mask for each head is one function.
+    """
+    if func is not F.multi_head_attention_forward or len(_SIGNATURE.parameters) != len(fields(_Attention)):
+        return None
+    bound = _SIGNATURE.bind(*args, **(kwargs or {}))
+    bound.apply_defaults()
+    call = _Attention(*bound.arguments.values())
+    others = (call.added_key, call.added_value, call.static_key, call.static_value)
+    is_plain = all(other is None for other in others) and not call.adds_zero
+    return (lambda: _attend(call)) if is_plain and (call.mask is None or call.mask.dim() == 2) else None
+
+
+def _attend(call: _Attention) -> tuple[Tensor, Tensor | None]:
+    """The result and, where they are wanted, the weights of attention.
+
+    Heads are counted by the width that a projection gives: a rank has some of them.
+    """
+    is_one = call.query.dim() == 2
+    each = call.query.shape[-1] // call.heads
+    # (batch, heads, length, each)
+    q, k, v = (
+        (part.unsqueeze(1) if is_one else part).unflatten(-1, (-1, each)).permute(1, 2, 0, 3)
+        for part in _projected(call)
+    )
+    dropout = call.dropout if call.training else 0.0
+    in_full = call.wants_weights or dropout > 0.0  # a mask of dropout can be shared out where it is drawn by itself
+    mask, is_causal = _mask(call, in_full)
+    weights = None
+    if in_full:
+        scores = (q * math.sqrt(1.0 / each)) @ k.transpose(-2, -1)
+        weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+        weights = F.dropout(weights, p=dropout) if dropout > 0.0 else weights
+        mixed = weights @ v
+    else:
+        mixed = F.scaled_dot_product_attention(q, k, v, mask, 0.0, is_causal)
+    result = F.linear(mixed.permute(2, 0, 1, 3).flatten(-2), call.last_weight, call.last_bias)
+    if weights is None or not call.wants_weights:
+        return result.squeeze(1) if is_one else result, None
+    weights = weights.mean(dim=1) if call.averages else weights
+    return (result.squeeze(1), weights.squeeze(0)) if is_one else (result, weights)
+
+
+def _projected(call: _Attention) -> tuple[Tensor, ...]:
+    """Queries, keys and values; one product where all are of the same tensor."""
+    inputs = (call.query, call.key, call.value)
+    weights: Any = (call.query_weight, call.key_weight, call.value_weight)
+    if not call.is_separate:
+        assert call.packed is not None
+        if call.query is call.key and call.key is call.value:
+            return F.linear(call.query, call.packed, call.bias).chunk(3, dim=-1)
+        weights = call.packed.chunk(3)
+    biases = (None, None, None) if call.bias is None else call.bias.chunk(3)
+    return tuple(F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
+
+
+def _mask(call: _Attention, in_full: bool) -> tuple[Tensor | None, bool]:
+    """What is added to scores, and whether they are causal without it: not where scores are written out in full.
+
+    Raises RuntimeError as torch does.
+    """
+    if call.is_causal and call.mask is None:
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if call.padding is None:
+        if call.is_causal and not in_full:
+            return None, True
+        return (None if call.mask is None else _added(call.mask, call.query.dtype)), call.is_causal
+    padding = call.padding if call.query.dim() == 3 else call.padding.unsqueeze(0)
+    padding = _added(padding, call.query.dtype)[:, None, None, :]
+    return (padding if call.mask is None else _added(call.mask, call.query.dtype) + padding), False
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what is added to scores: -inf where a boolean one is True."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
