@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from math import ceil
 
 from autoshard.cluster.topology import Group, Topology, group_of
@@ -134,7 +135,7 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
         flops = [sum(one.flops for one in sums_of(block).products) for block in work.blocks]
         each = sum(one * block.count for one, block in zip(flops, work.blocks, strict=True) if block.layer) / layers
         part += sum(one for one, block in zip(flops, work.blocks, strict=True) if not block.layer) / each / count
-    boundaries = boundaries_of(layers, count, part)
+    boundaries = [0, *accumulate(layers_of_stages(layers, recipe.pp, recipe.stages_per_rank, part))]
     stages: list[list[tuple[Block, int]]] = []
     for index in range(count):
         stage, begin = [], 0
@@ -151,9 +152,16 @@ def split_stages(work: ModelWork, recipe: Recipe) -> list[list[tuple[Block, int]
     return stages
 
 
-def boundaries_of(layers: int, count: int, part: float) -> list[int]:
-    """The first layer of each stage, and the end: each takes so many layers, as long as those after it have some."""
-    return [min(layers - count + index, ceil(index * part - 1e-9)) for index in range(count)] + [layers]
+def layers_of_stages(layers: int, ranks: int, per_rank: int, part: float) -> list[int]:
+    """How many layers each stage has, with so many stages on each rank of the pipeline.
+
+    Each rank takes `part` layers for each of its stages, as long as the ranks after it have some for theirs. Its stages
+    share them evenly, the first of them one more.
+    """
+    begins = [min(layers - per_rank * (ranks - rank), ceil(rank * per_rank * part - 1e-9)) for rank in range(ranks)]
+    own = [end - begin for begin, end in pairwise([*begins, layers])]
+    ends = [[ceil(turn * n / per_rank) for n in own] for turn in range(per_rank + 1)]
+    return [end - begin for before, after in pairwise(ends) for begin, end in zip(before, after, strict=True)]
 
 
 def _keeping(stage: list[tuple[Block, int]], most: int) -> list[tuple[Block, int]]:

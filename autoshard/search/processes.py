@@ -7,7 +7,6 @@ request ─▶ limits, given ───┘
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from autoshard.common.module_paths import parent
 from autoshard.common.sizes import format_seconds
 from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.precision import STORED_BYTES, inference_precision, training_precision
-from autoshard.engine.price import boundaries_of, split_stages
+from autoshard.engine.price import layers_of_stages, split_stages
 from autoshard.engine.pricer import needs_processes
 from autoshard.engine.recipe import Recipe, Recompute, Stack
 from autoshard.engine.timing import weakest_card
@@ -304,22 +303,23 @@ def asked_of(plan: Plan) -> Asked:
 def recipe_of(plan: Plan) -> Recipe:
     """The recipe that a plan for processes says."""
     assert plan.mesh is not None
-    training, layers, count = plan.workload.training, len(plan.layers), max(1, len(plan.stages))
+    training, layers, pp = plan.workload.training, len(plan.layers), plan.mesh.pp
+    per_rank = max(1, len(plan.stages) // pp) if pp > 1 else 1
     if training:
         _, precision = training_precision(plan.precision, "", plan.workload.optimizer)
     else:
         precision = inference_precision(plan.precision)
-    even = [end - begin for begin, end in pairwise(boundaries_of(layers, count, layers / count))]
+    even = layers_of_stages(layers, pp, per_rank, layers / (pp * per_rank))
     own = [len(plan.layers_of(stage)) for stage in plan.stages]
     return on_mesh(
         plan.mesh,
         micro_batch=plan.micro_batch,
         num_microbatches=plan.num_microbatches,
         schedule=plan.schedule if plan.schedule != "none" else "gpipe",
-        stages_per_rank=max(1, len(plan.stages) // plan.mesh.pp) if plan.mesh.pp > 1 else 1,
+        stages_per_rank=per_rank,
         recompute=cast(Recompute, plan.recompute),
         kept_layers=plan.kept_layers,
-        balanced_stages=plan.mesh.pp > 1 and layers > 0 and own != even,
+        balanced_stages=pp > 1 and layers > 0 and own != even,
         stack=cast(Stack, "compiled" if plan.compiled else "eager"),
         precision=precision,
         divided_outputs=plan.divided_outputs,

@@ -13,7 +13,7 @@ from autoshard.engine.efficiency import efficiency_of
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import LOGIT_BYTES
 from autoshard.engine.precision import Precision
-from autoshard.engine.price import Passes, make_setting, price_step, split_stages
+from autoshard.engine.price import Passes, layers_of_stages, make_setting, price_step, split_stages
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card
 from autoshard.schedules.orders import make_order
@@ -75,6 +75,15 @@ def test_balanced_stages_count_the_head():
     layers = [[sum(count for block, count in stage if block.layer) for stage in stages] for stages in (even, balanced)]
     assert layers[0] == [2, 2, 2, 2] and sum(layers[1]) == 8
     assert layers[1][0] > layers[1][-1] >= 1
+
+
+@pytest.mark.parametrize("layers, ranks, per_rank", [(24, 4, 4), (8, 4, 1), (10, 4, 2), (126, 16, 7), (6, 3, 2)])
+def test_ranks_have_as_many_layers_as_each_other(layers, ranks, per_rank):
+    """In all of their stages together: 24 layers in 16 stages gave ranks 8 and 4 of them."""
+    found = layers_of_stages(layers, ranks, per_rank, layers / ranks / per_rank)
+    of_ranks = [sum(found[rank::ranks]) for rank in range(ranks)]
+    assert sum(found) == layers and len(found) == ranks * per_rank and min(found) >= 1
+    assert max(of_ranks) - min(of_ranks) <= 1
 
 
 def test_each_micro_batch_of_a_pipeline_waits_for_its_sends():
