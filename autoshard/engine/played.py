@@ -39,9 +39,10 @@ def play_step(setting: Setting, names: Sequence[str], seconds: float) -> Played:
     """Play a training step of so many seconds; `names`: of the first device of each pipeline rank."""
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
+    passes = all_passes(setting, stages)
     found = _staged(setting, stages, names) if recipe.pp > 1 else _whole(setting, stages[0], names[0])
     ends = [
-        (max(synchronised_seconds(setting, stages[index]) for index in own),
+        (max(synchronised_seconds(setting, stages[index], passes[index].backward) for index in own),
          max(optimizer_seconds(setting, stages[index]) for index in own))
         for own in (range(rank, len(stages), recipe.pp) for rank in range(recipe.pp))
     ]  # fmt: skip

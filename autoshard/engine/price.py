@@ -31,6 +31,8 @@ from autoshard.schedules.orders import check_schedule
 
 OPTIMIZER_TRAFFIC = 2.0
 """Bytes read and written by a fused optimizer step for each byte of states, parameters and gradients."""
+LAST_GRADIENTS = 0.1
+"""Of the gradients of replicas, those that are made at the end of a backward, so that nothing hides their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ def price_prepared(step: Step) -> RecipeEstimate:
     else:
         seconds, bubble = recipe.num_microbatches * (passes[0].forward + passes[0].backward), 0.0
     ends = {0, len(stages) - 1}
-    synchronised = max(synchronised_seconds(setting, stages[index]) for index in ends)
+    synchronised = max(synchronised_seconds(setting, stages[index], passes[index].backward) for index in ends)
     optimizer = max(optimizer_seconds(setting, stages[index]) for index in ends)
     total = seconds + synchronised + optimizer
     compute, busy = _busiest(recipe, passes)
@@ -393,8 +395,11 @@ def stage_send_seconds(setting: Setting) -> float:
     return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
 
 
-def synchronised_seconds(setting: Setting, stage: Stage) -> float:
-    """Gradients of replicas at the end of a step, as far as backward does not hide them."""
+def synchronised_seconds(setting: Setting, stage: Stage, backward: float) -> float:
+    """Gradients of replicas at the end of a step, as far as the last backward, of so many seconds, does not hide them.
+
+    What hides them is slower for it, and those that a backward makes last are summed when it is over.
+    """
     recipe, network = setting.recipe, setting.network
     if recipe.dp * recipe.cp < 2 or recipe.shards > 1:
         return 0.0
@@ -404,7 +409,9 @@ def synchronised_seconds(setting: Setting, stage: Stage) -> float:
     if recipe.zero:
         reduced = network.reduce_scatter(group, elements * recipe.precision.reduce)
         return reduced + network.all_gather(group, elements * recipe.precision.compute)
-    return 0.5 * network.all_reduce(group, elements * recipe.precision.reduce)
+    seconds = network.all_reduce(group, elements * recipe.precision.reduce)
+    hidden = min(seconds, backward)
+    return max(LAST_GRADIENTS * seconds, seconds - hidden) + setting.reached.overlap * hidden
 
 
 def optimizer_seconds(setting: Setting, stage: Stage) -> float:

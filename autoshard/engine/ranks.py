@@ -27,7 +27,8 @@ def step_ranks(setting: Setting, names: Sequence[str], seconds: float) -> list[R
         kernels = count * sum(passes[index].compute for index in own)
         busy = count * sum(passes[index].forward + passes[index].backward for index in own)
         optimizer = max(optimizer_seconds(setting, stages[index]) for index in own)
-        waits = max(0.0, busy - kernels + max(synchronised_seconds(setting, stages[index]) for index in own))
+        summed = max(synchronised_seconds(setting, stages[index], passes[index].backward) for index in own)
+        waits = max(0.0, busy - kernels + summed)
         found.append(_rank(setting, names, rank, tuple(own), kernels + optimizer, waits, seconds, memory))
     return found
 

@@ -86,6 +86,15 @@ def test_ranks_have_as_many_layers_as_each_other(layers, ranks, per_rank):
     assert max(of_ranks) - min(of_ranks) <= 1
 
 
+def test_backward_hides_the_sum_of_gradients_of_replicas():
+    """As far as it is long enough: between slow hosts what it does not hide is added whole."""
+    fast, slow, slower = (priced(Recipe(dp=2), per_host=1, network=rate) for rate in (1e12, 2e8, 1e8))
+    nbytes, reached = 4 * traced().work.parameters, efficiency_of("sm80", "eager")
+    summed = nbytes / (2e8 * reached.network)  # over two hosts each byte is sent once
+    assert slower.seconds - slow.seconds == pytest.approx(summed, rel=0.02)
+    assert 0 < fast.exposed_seconds < 0.6 * nbytes / reached.network_limit
+
+
 def test_each_micro_batch_of_a_pipeline_waits_for_its_sends():
     """Between hosts that are slow, 1F1B with many micro-batches takes two sends longer for each; GPipe hides them."""
     recipe = Recipe(pp=2, micro_batch=1, num_microbatches=32, sequence_parallel=False)
