@@ -92,7 +92,7 @@ def test_backward_hides_the_sum_of_gradients_of_replicas():
     nbytes, reached = 4 * traced().work.parameters, efficiency_of("sm80", "eager")
     summed = nbytes / (2e8 * reached.network)  # over two hosts each byte is sent once
     assert slower.seconds - slow.seconds == pytest.approx(summed, rel=0.02)
-    assert 0 < fast.exposed_seconds < 0.6 * nbytes / reached.network_limit
+    assert 0 < fast.exposed_seconds < 0.9 * nbytes / reached.network_limit
 
 
 def test_each_micro_batch_of_a_pipeline_waits_for_its_sends():
