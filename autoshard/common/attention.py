@@ -54,16 +54,15 @@ class _Attention:
 def written_out(func: Any, args: tuple, kwargs: dict[str, Any] | None) -> Callable[[], Any] | None:
     """What computes a call of a torch function by functions that modes see; None where there is nothing to see inside.
 
-    Attention that adds keys and values, is given them, or has a mask for each head is one function.
+    Attention that is given its keys and values, or has a mask for each head, is one function.
     """
     if func is not F.multi_head_attention_forward or len(_SIGNATURE.parameters) != len(fields(_Attention)):
         return None
     bound = _SIGNATURE.bind(*args, **(kwargs or {}))
     bound.apply_defaults()
     call = _Attention(*bound.arguments.values())
-    others = (call.added_key, call.added_value, call.static_key, call.static_value)
-    is_plain = all(other is None for other in others) and not call.adds_zero
-    return (lambda: _attend(call)) if is_plain and (call.mask is None or call.mask.dim() == 2) else None
+    is_plain = call.static_key is None and call.static_value is None and (call.mask is None or call.mask.dim() == 2)
+    return (lambda: _attend(call)) if is_plain else None
 
 
 def _attend(call: _Attention) -> tuple[Tensor, Tensor | None]:
@@ -73,14 +72,21 @@ def _attend(call: _Attention) -> tuple[Tensor, Tensor | None]:
     """
     is_one = call.query.dim() == 2
     each = call.query.shape[-1] // call.heads
+    q, k, v = (part.unsqueeze(1) if is_one else part for part in _projected(call))
+    if call.added_key is not None and call.added_value is not None:
+        k, v = (
+            torch.cat([one, more.repeat(1, one.shape[1], 1)])
+            for one, more in ((k, call.added_key), (v, call.added_value))
+        )
     # (batch, heads, length, each)
-    q, k, v = (
-        (part.unsqueeze(1) if is_one else part).unflatten(-1, (-1, each)).permute(1, 2, 0, 3)
-        for part in _projected(call)
-    )
+    q, k, v = (part.unflatten(-1, (-1, each)).permute(1, 2, 0, 3) for part in (q, k, v))
+    if call.adds_zero:
+        k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
     dropout = call.dropout if call.training else 0.0
     in_full = call.wants_weights or dropout > 0.0  # a mask of dropout can be shared out where it is drawn by itself
     mask, is_causal = _mask(call, in_full)
+    if mask is not None and k.shape[2] > mask.shape[-1]:
+        mask = F.pad(mask, (0, k.shape[2] - mask.shape[-1]))
     weights = None
     if in_full:
         scores = (q * math.sqrt(1.0 / each)) @ k.transpose(-2, -1)

@@ -112,12 +112,12 @@ class Alike(nn.Module):
 class Attending(nn.Module):
     """Attention of torch."""
 
-    def __init__(self, width: int = 24, heads: int = 4, **options: bool) -> None:
+    def __init__(self, width: int = 24, heads: int = 4, mask: torch.Tensor | None = None, **options: bool) -> None:
         super().__init__()
-        self.inner = nn.MultiheadAttention(width, heads, **options)
+        self.inner, self.mask = nn.MultiheadAttention(width, heads, **options), mask
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, x, x, need_weights=False)[0]
+        return self.inner(x, x, x, attn_mask=self.mask, need_weights=False)[0]
 
 
 class Scaled(nn.Module):

@@ -41,10 +41,11 @@ def masks(kind, length):
 @pytest.mark.parametrize("keys", ["itself", "others", "of another width"])
 def test_what_is_written_out_is_equal(mask, keys):
     """In outputs, weights of attention and gradients, one sequence or several, first or second in the batch."""
-    for weights, padded, is_one, batch_first in itertools.product((False, True), repeat=4):
+    for weights, padded, is_one, batch_first, added in itertools.product((False, True), repeat=5):
         torch.manual_seed(0)
         width = 8 if keys == "of another width" else 16
-        model = nn.MultiheadAttention(16, 4, kdim=width, vdim=width, batch_first=batch_first).double()
+        settings = {"batch_first": batch_first, "add_bias_kv": added, "add_zero_attn": added and padded}
+        model = nn.MultiheadAttention(16, 4, kdim=width, vdim=width, **settings).double()
         query, other = (torch.randn(5, *([] if is_one else [5]), n, dtype=torch.float64) for n in (16, width))
         other = query if keys == "itself" else other
         options = masks(mask, 5) | {"need_weights": weights, "average_attn_weights": padded}

@@ -117,20 +117,20 @@ def test_sizes_that_are_read_from_whole_tensors(shares):
 
 
 @pytest.mark.parametrize("shares", [(2, 2), (3, 1)])
-def test_attention_of_torch_is_cut_by_its_heads(shares):
-    model = Stack(Attending)
+@pytest.mark.parametrize("added", [False, True])
+def test_attention_of_torch_is_cut_by_its_heads(shares, added):
+    model = Stack(partial(Attending, add_bias_kv=added, add_zero_attn=added))
     _, found, checks = analysed(model)
     cut = checks([of_blocks(found, 4)], [shares])[0]
     assert isinstance(cut, Cut), cut
-    assert {shard.name for shard in cut.shards} == {
-        "inner.in_proj_weight", "inner.in_proj_bias", "inner.out_proj.weight"
-    }  # fmt: skip
+    names = ("in_proj_weight", "in_proj_bias", "out_proj.weight", *(("bias_k", "bias_v") if added else ()))
+    assert {shard.name for shard in cut.shards} == {f"inner.{name}" for name in names}
     assert not cut.scales  # heads are counted by the width of what a rank has
     check_on_ranks(model, cut, X)
 
 
-def test_attention_of_torch_with_keys_of_its_own_stays_whole():
-    _, found, _ = analysed(Stack(partial(Attending, add_bias_kv=True)))
+def test_attention_of_torch_with_a_mask_for_each_head_stays_whole():
+    _, found, _ = analysed(Stack(partial(Attending, mask=torch.zeros(5 * 4, 2, 2))))
     assert not found.groups
     assert any("sums inside of multi_head_attention_forward" in row.reason for row in found.unshardable)
 
