@@ -74,10 +74,8 @@ def _attend(call: _Attention) -> tuple[Tensor, Tensor | None]:
     each = call.query.shape[-1] // call.heads
     q, k, v = (part.unsqueeze(1) if is_one else part for part in _projected(call))
     if call.added_key is not None and call.added_value is not None:
-        k, v = (
-            torch.cat([one, more.repeat(1, one.shape[1], 1)])
-            for one, more in ((k, call.added_key), (v, call.added_value))
-        )
+        k = torch.cat([k, call.added_key.repeat(1, k.shape[1], 1)])
+        v = torch.cat([v, call.added_value.repeat(1, v.shape[1], 1)])
     # (batch, heads, length, each)
     q, k, v = (part.unflatten(-1, (-1, each)).permute(1, 2, 0, 3) for part in (q, k, v))
     if call.adds_zero:
@@ -122,13 +120,14 @@ def _mask(call: _Attention, in_full: bool) -> tuple[Tensor | None, bool]:
     """
     if call.is_causal and call.mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+    if call.is_causal and call.padding is None and not in_full:
+        return None, True
+    mask = None if call.mask is None else _added(call.mask, call.query.dtype)
     if call.padding is None:
-        if call.is_causal and not in_full:
-            return None, True
-        return (None if call.mask is None else _added(call.mask, call.query.dtype)), call.is_causal
+        return mask, False
     padding = call.padding if call.query.dim() == 3 else call.padding.unsqueeze(0)
     padding = _added(padding, call.query.dtype)[:, None, None, :]
-    return (padding if call.mask is None else _added(call.mask, call.query.dtype) + padding), False
+    return (padding if mask is None else mask + padding), False
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

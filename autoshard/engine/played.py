@@ -40,7 +40,7 @@ def play_step(setting: Setting, names: Sequence[str], seconds: float) -> Played:
     recipe = setting.recipe
     stages = split_stages(setting.work, recipe)
     passes = all_passes(setting, stages)
-    found = _staged(setting, stages, names) if recipe.pp > 1 else _whole(setting, stages[0], names[0])
+    found = _staged(setting, passes, names) if recipe.pp > 1 else _whole(setting, stages[0], names[0])
     ends = [
         (max(synchronised_seconds(setting, stages[index], passes[index].backward) for index in own),
          max(optimizer_seconds(setting, stages[index]) for index in own))
@@ -112,10 +112,10 @@ def _pair(event: Event, apart: float, end: float) -> Iterator[Event]:
         yield replace(event, kind="exchange", begin_seconds=apart, end_seconds=end)
 
 
-def _staged(setting: Setting, stages: Sequence[Stage], names: Sequence[str]) -> Iterator[Event]:
-    """The order of the schedule, by the clock."""
-    recipe, passes = setting.recipe, all_passes(setting, stages)
-    sends = [stage_send_seconds(setting)] * (len(stages) - 1)
+def _staged(setting: Setting, passes: Sequence[Passes], names: Sequence[str]) -> Iterator[Event]:
+    """The order of the schedule, by the clock; `passes`: of every stage."""
+    recipe = setting.recipe
+    sends = [stage_send_seconds(setting)] * (len(passes) - 1)
     times = Times(
         forward=[one.forward for one in passes], backward=[one.backward for one in passes],
         weight=[one.backward / 2 for one in passes], sends=sends, returns=sends,

@@ -187,11 +187,9 @@ def _on_unequal(traced: Traced, cluster: Cluster, asked: Asked, least: int) -> C
     single = None if traced.workload.training else _tried(traced, fastest, asked, forced=True)
     equal = [devices for devices in sets if _considered(devices, max(2, least), asked)]
     found = [one for devices in equal if (one := _tried(traced, devices, asked)) is not None]
-    best = min(
-        (one for one in found if one.plan.devices[1:]), key=lambda one: one.estimate.latency_seconds, default=None
-    )
+    best = min((one for one in found if _several(one)), key=lambda one: one.estimate.latency_seconds, default=None)
     if single is not None:  # of several of its kind: it says what more of them would do
-        single = next((one for one in found if not one.plan.devices[1:]), single)
+        single = next((one for one in found if not _several(one)), single)
     first = best or single
     if first is None:
         whole = sum(device.memory_bytes for device in cluster.devices)
@@ -200,7 +198,7 @@ def _on_unequal(traced: Traced, cluster: Cluster, asked: Asked, least: int) -> C
     limit = float("inf") if first is None else first.estimate.latency_seconds
     for devices in sets:
         one = None if devices in equal else _tried(traced, devices, asked, forced=True)
-        if one is not None and one.plan.devices[1:] and one.estimate.latency_seconds < WORTH_SAYING * limit:
+        if one is not None and _several(one) and one.estimate.latency_seconds < WORTH_SAYING * limit:
             best, limit = one, one.estimate.latency_seconds
     if single is not None and single.estimate.latency_seconds <= WORTH_STARTING * limit:
         return _saying_what_is_left(single, cluster, instead_of=best) if traced.workload.new_tokens else None
@@ -213,6 +211,11 @@ def _tried(traced: Traced, cluster: Cluster, asked: Asked, *, forced: bool = Fal
         return _planned(traced, cluster, asked, forced=forced)
     except (PlanError, SpecError):
         return None
+
+
+def _several(chosen: Chosen) -> bool:
+    """Whether a plan has several ranks."""
+    return len(chosen.plan.devices) > 1
 
 
 def _saying_what_is_left(chosen: Chosen, cluster: Cluster, *, instead_of: Chosen | None = None) -> Chosen:
