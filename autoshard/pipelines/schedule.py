@@ -23,7 +23,7 @@ from autoshard.runtime.chunks import BatchPart, split, split_rows
 from autoshard.runtime.clipping import check_scaled, note_norms, refuse_scaled_losses, scaled_by, watch_staged_norms
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
 from autoshard.runtime.outsiders import sharded_inside
-from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record
+from autoshard.runtime.pipeline_record import PipelineRecord, pipeline_record, stages_of
 from autoshard.runtime.sharded_stages import lowered
 
 
@@ -209,18 +209,15 @@ class RankSchedule:
 
 
 def _check_nothing_new(model: nn.Module, record: PipelineRecord) -> None:
-    """Raise `ApplyError` for parameters that were added after apply, in no stage, and for layers that were sharded."""
+    """Raise `ApplyError` for parameters that were added or replaced after apply, and for layers that were sharded."""
     if record.used is None and (found := sharded_inside(model)) is not None:
         raise ApplyError(
             f"fully_shard was called for a {type(found).__name__} of a model whose stages are on several processes. "
             "Use the model as apply returned it, and plan with a mesh of fsdp and pp."
         )
-    new = [name for name, _ in model.named_parameters() if name not in record.holders]
-    if new:
-        raise ApplyError(
-            f"{new[0]} was added after autoshard.apply, and is in no stage of the plan. Call autoshard.remove(model), "
-            "add it then, and apply a plan that was made with it."
-        )
+    marked = stages_of(model)
+    assert marked is not None
+    marked.check_replaced(model)
 
 
 def _check_values(args: tuple, kwargs: dict[str, Any]) -> None:

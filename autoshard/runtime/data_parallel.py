@@ -32,7 +32,6 @@ from autoshard.runtime.around import take_off
 from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, let_gather, remove_cuts
 from autoshard.runtime.devices import is_accelerator
-from autoshard.runtime.dtensors import is_sharded
 from autoshard.runtime.groups import Made, cut_groups, end_groups, shard_groups
 from autoshard.runtime.hooks import to_device
 from autoshard.runtime.launched import recompute_layers
@@ -112,7 +111,7 @@ def apply_replicas(
         _withdraw(model, record)
         raise
     if not shards(plan):
-        record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, None), with_kwargs=True))
+        record.handles.append(model.register_forward_pre_hook(ReplicaHook(record), with_kwargs=True))
     return model
 
 
@@ -161,7 +160,6 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
     if mesh.ep > 1:
         experts = Sharing(record.ranks, *shard_groups(mesh, record.ranks, record.made, experts=True))
         sharing = replace(sharing, experts=experts)
-    known = frozenset(name for name, _ in model.named_parameters())
     with together(record.ranks):
         used = record.used = shard(model, record.plan, sharing, record.device, record.replaced)
         record.handles.append(used)
@@ -170,7 +168,7 @@ def _shard_replica(model: nn.Module, record: ReplicaRecord, loader: Loader | Non
         if loader is not None:
             loader.fill_rest(model, cut_record(model), record.device)
     forget_whole(record.replaced)
-    record.handles.append(model.register_forward_pre_hook(ReplicaHook(record, known), with_kwargs=True))
+    record.handles.append(model.register_forward_pre_hook(ReplicaHook(record), with_kwargs=True))
     stand_in(model, "zero_grad", functools.partial(_zero_grad, model.zero_grad, used))
     refuse_methods(model, *COPIES)
     if not record.plan.cuts:  # of which `state_dict()` has whole tensors
@@ -249,29 +247,17 @@ def _give_gradients(model: nn.Module, record: ReplicaRecord) -> None:
 
 
 class ReplicaHook:
-    """The hook on the root of a replica that holds the record. `known`: names of parameters at apply, None for answers.
+    """The hook on the root of a replica that holds the record; it refuses gradients that nobody would average."""
 
-    It refuses to train parameters whose gradients nobody would average.
-    """
-
-    def __init__(self, record: ReplicaRecord, known: frozenset[str] | None) -> None:
-        self.record, self.known = record, known
+    def __init__(self, record: ReplicaRecord) -> None:
+        self.record = record
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
-        if self.known is None:
-            if torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters()):
-                raise ApplyError(
-                    "this plan is for answers, and gradients of its replicas are averaged by nobody. Call the model "
-                    'inside of torch.no_grad(), or plan with workload=Workload(mode="training").'
-                )
-            return to_device((args, kwargs), self.record.device) if is_accelerator(self.record.device) else None
-        if not torch.is_grad_enabled():
+        if self.record.used is not None:
             return None
-        named = ((name, one) for name, one in module.named_parameters() if name not in self.known)
-        new = [name for name, one in named if one.requires_grad and not is_sharded(one)]
-        if not new:
-            return None
-        raise ApplyError(
-            f"{new[0]} was added after autoshard.apply sharded the parameters, and each process would train its "
-            "own. Call autoshard.remove(model), add it then, and apply the plan again."
-        )
+        if torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters()):
+            raise ApplyError(
+                "this plan is for answers, and gradients of its replicas are averaged by nobody. Call the model "
+                'inside of torch.no_grad(), or plan with workload=Workload(mode="training").'
+            )
+        return to_device((args, kwargs), self.record.device) if is_accelerator(self.record.device) else None

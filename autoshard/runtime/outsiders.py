@@ -98,8 +98,9 @@ def refuse_changes(model: nn.Module, cut: Collection[str] = ()) -> list[Any]:
                 f"{wrong}, whose parameters are cut over devices: it would be computed of one rank's part. Change the "
                 "model before autoshard.apply, or call autoshard.remove first."
             )
-        # in modules that assign in a way of their own fully_shard does so, too
-        if type(module).__setattr__ is nn.Module.__setattr__ and _loses(model, old, added, cut):
+        # in modules that assign in a way of their own fully_shard does so, too: `Used.check_replaced` looks at those
+        by_torch = type(module).__setattr__ is not nn.Module.__setattr__ and is_fully_sharded(model)
+        if not (by_torch and isinstance(added, nn.Parameter)) and _loses(model, old, added, cut):
             raise ApplyError(
                 f"{where} can't be replaced while parameters of the model are divided: ranks would go on with the old "
                 "ones, or each with its own. Call autoshard.remove(model), replace it then, and apply the plan again. "

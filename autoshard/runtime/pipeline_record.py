@@ -73,20 +73,34 @@ class PipelineRecord:
 
 
 class StagesHook:
-    """The hook on the root that holds the record, and what undoes the hooks of this very model; it refuses calls."""
+    """The hook on the root that holds the record, and what is of this very model; it refuses calls.
+
+    `handles`: undo its hooks; `parameters`: by each of their names when the plan was applied.
+    """
 
     def __init__(self, record: PipelineRecord) -> None:
         self.record = record
         self.handles: list[Any] = []
+        self.parameters: dict[str, nn.Parameter] = {}
         record.made.users.add(self)
 
     def __deepcopy__(self, memo: dict) -> "StagesHook":
         made = StagesHook(self.record)
-        made.handles = copy.deepcopy(self.handles, memo)
+        made.handles, made.parameters = copy.deepcopy((self.handles, self.parameters), memo)
         return made
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
         self.refuse(module, args)
+
+    def check_replaced(self, model: nn.Module) -> None:
+        """Raise `ApplyError` unless the model has the parameters that its stages know, whose gradients are summed."""
+        now = dict(model.named_parameters(remove_duplicate=False))
+        wrong = next((name for name in self.parameters | now if now.get(name) is not self.parameters.get(name)), "")
+        if wrong:
+            raise ApplyError(
+                f"{wrong} was added, removed or replaced after autoshard.apply, which stages on other processes don't "
+                "know. Call autoshard.remove(model), change it then, and apply a plan that was made with it."
+            )
 
     def refuse(self, module: nn.Module, args: tuple) -> None:
         """Raise `ApplyError` unless a schedule runs the model, or it is only recorded."""

@@ -93,6 +93,7 @@ def apply_stages(
         end_groups(record.made, marked)
         raise
     forget_whole(record.replaced)
+    marked.parameters = dict(model.named_parameters(remove_duplicate=False))
     if "skeleton" in record.extras:  # which knows of nothing that changes from now on
         record.extras["applied"] = {path: written_down(module) for path, module in model.named_modules()}
     return model

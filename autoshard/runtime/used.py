@@ -36,6 +36,8 @@ class Used:
         order: the order in which blocks are gathered. scalars: parameters that are not sharded.
         places: (module, name) of the parameters. notes: hooks of the blocks, that of the model last.
         handles: of all hooks that follow the use.
+        known: all parameters that the model had when the plan was applied. whole: number -> the parameter that stands in
+            the place of a sharded one while it is gathered.
         accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
         frozen: parameters that are kept in 16 bits because they were not trained, by name.
     """
@@ -46,17 +48,18 @@ class Used:
         self.ranks, self.order, self.scalars, self.accumulates = ranks, order, scalars, False
         self.places = places
         self.parameters: list[Any] = [getattr(module, name) for module, name in self.places]  # between forwards
-        every = {
-            id(one): number for number, one in enumerate(model.parameters())
-        }  # ranks may have experts of their own
+        self.known = list(model.parameters())
+        every = {id(one): number for number, one in enumerate(self.known)}  # ranks may have experts of their own
         self.numbers, self.count = [every[id(one)] for one in self.parameters], len(every)
-        self.empty = [(number, one) for number, one in enumerate(model.parameters()) if not one.numel()]
+        self.empty = [(number, one) for number, one in enumerate(self.known) if not one.numel()]
+        self.whole: dict[int, nn.Parameter] = {}
         self.seen: set[int] = set()
         self.frozen: dict[str, nn.Parameter] = {}
         self.memory = [_memory_of(one) for one in self.parameters]
         self.told: dict[int, int] = {}  # versions of parameters of which was said that they were assigned to
         self.handles: list[Any] = [
             before_block(model, self.check_assigned, first=True),
+            before_block(model, self.check_replaced, first=True),
             model.register_state_dict_pre_hook(self.check_assigned),
         ]
         self.notes: list[_Note] = []
@@ -102,6 +105,28 @@ class Used:
                 f"{name} ({type(module).__name__}) was assigned to (parameter.data = …), which changes nothing of "
                 "a parameter that is sharded. Write into it: parameter.copy_(…) inside of torch.no_grad(), or "
                 "model.load_state_dict(…)."
+            )
+
+    def check_replaced(self, model: nn.Module, args: tuple = ()) -> None:
+        """Hook before a forward: raise `ApplyError` for a parameter that fully_shard does not know, or would put back.
+
+        Such as registration hooks don't see (`refuse_changes`): in modules that assign in a way of their own, by `del`,
+        `insert` of a list of layers, or in `_parameters`.
+        """
+        wrong = ""
+        if torch.is_grad_enabled():
+            known = set(map(id, (*self.known, *self.whole.values())))
+            new = ((name, one) for name, one in model.named_parameters() if id(one) not in known)
+            wrong = next((name for name, one in new if one.requires_grad and not is_sharded(one)), "")
+        for index, (module, name) in enumerate(self.places):
+            now = getattr(module, name, None)
+            if now is not self.parameters[index] and (now is None or now is not self.whole.get(index)):
+                wrong = wrong or f"{name} ({type(module).__name__})"
+        if wrong:
+            raise ApplyError(
+                f"{wrong} was added, removed or replaced after autoshard.apply divided the parameters: ranks would go "
+                "on with the old ones, or each with its own. Call autoshard.remove(model), change it then, and apply "
+                "the plan again."
             )
 
     def check_frozen(self, *_: Any) -> None:
@@ -200,8 +225,10 @@ class _Note:
                 continue
             inner, name = self.used.places[index]
             parameter: Any = getattr(inner, name)
-            trained = parameter is not None and parameter.requires_grad and not is_sharded(parameter)
-            if trained and _NOTED not in vars(parameter):
+            if parameter is None or is_sharded(parameter):
+                continue
+            self.used.whole[index] = parameter
+            if parameter.requires_grad and _NOTED not in vars(parameter):
                 vars(parameter)[_NOTED] = True
                 parameter.register_post_accumulate_grad_hook(functools.partial(_see, seen, index))
 

@@ -274,6 +274,10 @@ def changed(plan):
     model.layers[0].register_forward_hook(lambda *_: seen.append(1))
     runner.step(ids=samples(), labels=samples())
     assert bool(seen) == (not model.layers[0].o.weight.is_meta)
+    head, model.head = model.head, torch.nn.Linear(32, WORDS, bias=False)
+    with pytest.raises(ApplyError, match=r"head\.weight was added, removed or replaced after"):
+        runner.step(ids=samples(), labels=samples())
+    model.head = head
     handle = model.register_full_backward_pre_hook(lambda module, gradients: (2 * gradients[0],))
     with pytest.raises(PlanError, match="the Scalars has a backward hook"):
         runner.step(ids=samples(), labels=samples())

@@ -68,11 +68,26 @@ def loops(plan):
     model.save_pretrained("folder", state_dict={})
     found["pretrained"] = error_of(model.save_pretrained, "folder")
     model.layers[2].o = model.layers[2].o[0]
+    found["unseen"] = unseen(model, ids)
     found["resumed"] = resumed(model, single, ids)
     own["no_sync"] = model.no_sync = functools.partial(model.no_sync)
     autoshard.remove(model)
     found["kept"] = own == {name: one for name, one in vars(model).items() if callable(one)}
     return found
+
+
+def unseen(model, ids):
+    """What is said of parameters where no registration hook sees them: trained, frozen, and none."""
+    table = model.head._parameters
+    said, own = [], table["weight"]
+    for other in (*(nn.Parameter(torch.zeros(own.shape), trained) for trained in (True, False)), None):
+        table["weight"] = other
+        said.append(error_of(functools.partial(model, ids, labels=ids)))
+    table["weight"] = own
+    model.layers.insert(1, nn.Linear(32, 32))  # all behind it have new names
+    said.append(error_of(functools.partial(model, ids, labels=ids)))
+    del model.layers[1]
+    return said
 
 
 def resumed(model, single, ids):
@@ -131,6 +146,8 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         assert all("weight (Embedding) was assigned to" in said for said in found["assigned"])
         for said, name in zip(found["replaced"], ("embed.weight", "head"), strict=True):
             assert f"{name} can't be replaced while" in said
+        for said, name in zip(found["unseen"], ("head.weight", *["weight (Linear)"] * 2, "layers.1.weight"), strict=True):
+            assert f"{name} was added, removed or replaced after" in said
         assert all("a model that is divided over processes can't be" in said for said in found["copies"])
 
 
