@@ -32,13 +32,17 @@ class Watch(TorchFunctionMode):
         self.ranks = first.ranks if isinstance(first, Step) else first.steps[0].ranks
         steps = [step for _, one in listed.values() for step in one if isinstance(step, Step)]
         self.has_loss = any(step.action.kind in LOSSES for step in steps)
+        self.tokens = next((step.memo.tokens for step in steps if step.action.kind in LOSSES), None)
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if (inside := written_out(func, args, kwargs)) is not None:
             with self:
                 return inside()
-        listed = self.listed.get(getattr(func, "__name__", ""))
+        called = getattr(func, "__name__", "")
+        listed = self.listed.get(called)
+        if called == "__getitem__" and self.tokens is not None:
+            self.tokens.look_at(args[1], self.ranks.size)
         if listed is None:
             return func(*args, **(kwargs or {}))
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for

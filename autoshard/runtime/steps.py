@@ -36,21 +36,22 @@ class Tokens:
 
     Code may disable them for a part of the model, and reentrant checkpoints do. `counts`: how many tokens a rank was
     given of what was divided in this forward; `given`: its arguments; `left`: how many tokens a rank has before the
-    head, and how many ranks; None once a loss was made of them, for which there are as many labels.
+    head, and how many ranks; None once a loss was made of all of them. `picked`: by an index that may pick some.
     """
 
-    __slots__ = ("counts", "divided", "given", "left")
+    __slots__ = ("counts", "divided", "given", "left", "picked")
 
     def __init__(self) -> None:
         self.divided: bool | None = None
         self.counts: set[int] = set()
         self.given: tuple[tuple, dict] = (), {}
         self.left: tuple[int, int] | None = None
+        self.picked = False
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Pre-hook of the model."""
         if not torch.compiler.is_compiling():
-            self.divided, self.given = torch.is_grad_enabled(), (args, kwargs)
+            self.divided, self.given, self.picked = torch.is_grad_enabled(), (args, kwargs), False
             self.counts.clear()
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
@@ -69,6 +70,16 @@ class Tokens:
         if count not in self.counts:
             raise ApplyError(f"{where}: only {count} tokens of a rank are left{_OF_ITS_OWN}")
         self.left = count, ranks
+
+    def look_at(self, index: Any, ranks: int) -> None:
+        """Note an index into a tensor that a rank may have only some tokens of."""
+        if not torch.compiler.is_compiling():
+            self.picked |= any(picks_tokens(((index,), {}), count, ranks) for count in self.counts)
+
+    def make_loss(self) -> None:
+        """Note a loss: there are as many labels as tokens, unless code has picked those."""
+        if not self.picked:
+            self.left = None
 
     def __call__(self, where: str) -> bool:
         """Whether they are divided at a place of that name. Raises `ApplyError` if only this place has gradients."""
@@ -288,7 +299,7 @@ class Step:
             return self._dropout(call, args, kwargs)
         if self.action.kind in LOSSES:
             assert self.axis is not None
-            self.memo.tokens.left = None
+            self.memo.tokens.make_loss()
             return cut_loss.cross_entropy(call, self.axis, args, kwargs)
         if self.action.kind == "context":
             return self._attention(call, args, kwargs) if self._divides else call(*args, **kwargs)

@@ -182,7 +182,7 @@ def given_out(plan):
 def asked(plan):
     """What is said where a rank would hand out the tokens that it has, or the last ones of these."""
     model, said = autoshard.apply(made(Mixing), plan), []
-    for asks in ({"states": True}, {"last": 1}, {"last": TOKENS - 2}):
+    for asks in ({"states": True}, {"last": 1}, {"last": TOKENS - 2}, {"last": TOKENS - 2, "labels": IDS}):
         with pytest.raises(ApplyError) as caught:
             model(IDS, **asks)
         said.append(str(caught.value))
