@@ -99,7 +99,8 @@ class StagesHook:
         if wrong:
             raise ApplyError(
                 f"{wrong} was added, removed or replaced after autoshard.apply, which stages on other processes don't "
-                "know. Call autoshard.remove(model), change it then, and apply a plan that was made with it."
+                "know. Call autoshard.remove(model), change it then, and apply a plan that was made with it. For other "
+                "values alone call model.load_state_dict(…), without assign=True."
             )
 
     def refuse(self, module: nn.Module, args: tuple) -> None:

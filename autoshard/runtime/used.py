@@ -36,9 +36,10 @@ class Used:
         order: the order in which blocks are gathered. scalars: parameters that are not sharded.
         places: (module, name) of the parameters. notes: hooks of the blocks, that of the model last.
         handles: of all hooks that follow the use.
-        known: all parameters that the model had when the plan was applied. whole: number -> the parameter that stands in
-            the place of a sharded one while it is gathered.
+        known: all parameters of the model when the plan was applied. whole: number -> the parameter that stands in the
+            place of a sharded one while it is gathered.
         accumulates: gradients are whole for now, so one that is not there yet does not say that nobody made it.
+        taken: numbers of parameters whose gradient was computed and not put into `.grad`.
         frozen: parameters that are kept in 16 bits because they were not trained, by name.
     """
 
@@ -54,6 +55,7 @@ class Used:
         self.empty = [(number, one) for number, one in enumerate(self.known) if not one.numel()]
         self.whole: dict[int, nn.Parameter] = {}
         self.seen: set[int] = set()
+        self.taken: set[int] = set()
         self.frozen: dict[str, nn.Parameter] = {}
         self.memory = [_memory_of(one) for one in self.parameters]
         self.told: dict[int, int] = {}  # versions of parameters of which was said that they were assigned to
@@ -62,6 +64,12 @@ class Used:
             before_block(model, self.check_replaced, first=True),
             model.register_state_dict_pre_hook(self.check_assigned),
         ]
+        owners: dict[nn.Module, list[int]] = {}
+        for index, (module, _) in enumerate(self.places):
+            owners.setdefault(module, []).append(index)
+        for module, inside in owners.items():
+            loaded = functools.partial(self._take_loaded, inside)
+            self.handles.append(module.register_load_state_dict_post_hook(loaded))
         self.notes: list[_Note] = []
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
@@ -107,12 +115,21 @@ class Used:
                 "model.load_state_dict(…)."
             )
 
+    def _take_loaded(self, inside: Sequence[int], module: nn.Module, _: Any) -> None:
+        """Hook after a state was loaded: with `assign=True`, fully_shard goes on with other parameters."""
+        for index in inside:
+            now: Any = getattr(module, self.places[index][1])
+            if is_sharded(now) and now is not self.parameters[index]:
+                self.parameters[index], self.memory[index] = now, _memory_of(now)
+                self.known.append(now)
+
     def check_replaced(self, model: nn.Module, args: tuple = ()) -> None:
         """Hook before a forward: raise `ApplyError` for a parameter that fully_shard does not know, or would put back.
 
         Such as registration hooks don't see (`refuse_changes`): in modules that assign in a way of their own, by `del`,
         `insert` of a list of layers, or in `_parameters`.
         """
+        self.check_taken()
         wrong = ""
         if torch.is_grad_enabled():
             known = set(map(id, (*self.known, *self.whole.values())))
@@ -127,6 +144,17 @@ class Used:
                 f"{wrong} was added, removed or replaced after autoshard.apply divided the parameters: ranks would go "
                 "on with the old ones, or each with its own. Call autoshard.remove(model), change it then, and apply "
                 "the plan again."
+            )
+
+    def check_taken(self) -> None:
+        """Raise `ApplyError` if code took gradients of whole parameters, which nobody has averaged over ranks."""
+        if self.taken:
+            module, name = self.places[self.taken.pop()]
+            self.taken.clear()
+            raise ApplyError(
+                f"torch.autograd.grad was called for {name} ({type(module).__name__}) and other parameters that are "
+                "sharded: it gives None, or the gradient of this rank's samples alone. Call loss.backward(), and take "
+                "parameter.grad."
             )
 
     def check_frozen(self, *_: Any) -> None:
@@ -230,11 +258,17 @@ class _Note:
             self.used.whole[index] = parameter
             if parameter.requires_grad and _NOTED not in vars(parameter):
                 vars(parameter)[_NOTED] = True
-                parameter.register_post_accumulate_grad_hook(functools.partial(_see, seen, index))
+                parameter.register_hook(functools.partial(_take, self.used.taken, index))
+                parameter.register_post_accumulate_grad_hook(functools.partial(_see, self.used, index))
 
 
-def _see(seen: set[int], index: int, parameter: torch.Tensor) -> None:
-    seen.add(index)
+def _take(taken: set[int], index: int, gradient: torch.Tensor) -> None:
+    taken.add(index)
+
+
+def _see(used: Used, index: int, parameter: torch.Tensor) -> None:
+    used.taken.discard(index)
+    used.seen.add(index)
 
 
 _followed: "list[weakref.ref[Used]]" = []
@@ -262,6 +296,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         used = reference()
         if used is not None:
             used.scalars.check(ids)
+            used.check_taken()
             used.check_assigned()
             if not ids.isdisjoint(map(id, used.parameters)):
                 used.take_parts(optimizer)

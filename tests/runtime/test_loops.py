@@ -44,6 +44,7 @@ def loops(plan):
     apply(model, plan, inputs={"ids": samples(), "labels": samples()})
     found = {"state": loaded(model, whole)}
     model.load_state_dict(decoder().state_dict())
+    model.embed.load_state_dict(decoder().embed.state_dict(), assign=True)
     single = decoder()
     for one in (model, single):  # two forwards, one backward
         rows = ids if one is model else samples()
@@ -64,6 +65,8 @@ def loops(plan):
     between = torch.optim.SGD(model.parameters(), 0.1)  # of parameters that are let go in the backward
     loss.backward()
     found["between"] = error_of(between.step)
+    grads = torch.autograd.grad(model(ids, labels=ids), [*model.parameters()], allow_unused=True)
+    found["taken"] = grads[0] is not None, error_of(torch.optim.SGD(model.parameters(), 0.1).step)
     found["factored"] = error_of(torch.optim.Adafactor(model.parameters()).step)
     model.save_pretrained("folder", state_dict={})
     found["pretrained"] = error_of(model.save_pretrained, "folder")
@@ -138,6 +141,7 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         found = results[mesh]
         assert found["state"] and found["gradients"] < 1e-5
         assert "made between a forward and its backward" in found["between"] and found["kept"]
+        assert found["taken"][0] and "torch.autograd.grad was called for " in found["taken"][1]
         assert "Adafactor" in found["factored"]
         if mesh == "tp=2":  # whose state_dict() is whole
             assert not found["pretrained"] and "state of the whole" in found["resumed"]
@@ -146,7 +150,9 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
         assert all("weight (Embedding) was assigned to" in said for said in found["assigned"])
         for said, name in zip(found["replaced"], ("embed.weight", "head"), strict=True):
             assert f"{name} can't be replaced while" in said
-        for said, name in zip(found["unseen"], ("head.weight", *["weight (Linear)"] * 2, "layers.1.weight"), strict=True):
+        for said, name in zip(
+            found["unseen"], ("head.weight", *["weight (Linear)"] * 2, "layers.1.weight"), strict=True
+        ):
             assert f"{name} was added, removed or replaced after" in said
         assert all("a model that is divided over processes can't be" in said for said in found["copies"])
 
