@@ -42,10 +42,6 @@ _ROUNDS = 8
 """Most solutions of one depth that are checked."""
 _MANY_OPS = 60_000
 """Ops of the run, times solutions that are checked at all depths; one of each is always."""
-_COUNTED = (1.0, 0.5, 0.0)
-"""Parts of the bytes of activations and gradients that the chain counts: it adds up what may live at a time."""
-_FEW = 0.05
-"""Part of the smallest device up to which these are all counted."""
 _BETTER = 1e-3
 """A deeper cut must promise so much: of plans that cost the same the one with cuts between larger modules is taken."""
 
@@ -82,7 +78,7 @@ class _Task:
     chain: Chain
     strategy: str
     objective: Objective
-    known: dict[tuple[int, ...], Checked]
+    known: dict[tuple[int, ...], Checked] = field(default_factory=dict)
     wanted: set[int] = field(default_factory=set)
 
     def solve(self, joined_chains: Sequence[JoinedChain], room: Room) -> Solution | None:
@@ -126,32 +122,19 @@ def place(
     `beat`: what another plan has; what the chain says is no better is not looked at once something fits.
     """
     budget = np.array([device.budget_bytes for device in cluster.devices], float)
-    weights = units.weight_bytes
-    if weights.sum() > np.maximum(budget, 0).sum():
+    if units.weight_bytes.sum() > np.maximum(budget, 0).sum():
         return None
     has = np.array([device.memory_bytes for device in cluster.devices], float)
-    live = float((chain.resident_bytes - weights).sum() + chain.transient_bytes.max(initial=0))
-    known: dict[tuple[int, ...], Checked] = {}
-    best: Checked | None = None
-    for counted in _COUNTED if live > _FEW * has.min() else _COUNTED[:1]:
-        joined = replace(
-            chain,
-            resident_bytes=weights + counted * (chain.resident_bytes - weights),
-            transient_bytes=counted * chain.transient_bytes,
-        )
-        task = _Task(
-            profile=profile, cluster=cluster, units=units, chain=joined, strategy=strategy,
-            objective=objective, known=known,
-        )  # fmt: skip
-        room = Room(has, has - budget)
-        if strategy == "sequential":
-            finest = next(iter([*levels(joined, room)][-1:]), [])
-            solution = task.solve(finest, room)
-            task.wanted = set() if solution is None else set(solution.assignment)
-        for joined_chains in levels(joined, room):
-            room, best = _rounds(task, joined_chains, room, best, beat)
-            if any_will_do and best is not None and best.estimate.fits:
-                return best
+    task = _Task(profile=profile, cluster=cluster, units=units, chain=chain, strategy=strategy, objective=objective)
+    room, best = Room(has, has - budget), None
+    if strategy == "sequential":
+        finest = next(iter([*levels(chain, room)][-1:]), [])
+        solution = task.solve(finest, room)
+        task.wanted = set() if solution is None else set(solution.assignment)
+    for joined_chains in levels(chain, room):
+        room, best = _rounds(task, joined_chains, room, best, beat)
+        if any_will_do and best is not None and best.estimate.fits:
+            break
     return best if best is not None and best.estimate.fits else None
 
 
@@ -160,10 +143,9 @@ def _rounds(
 ) -> tuple[Room, Checked | None]:  # fmt: skip
     """Solve and check at one depth until nothing new comes; returns what is known of the room then, and the best."""
     seen: set[tuple[int, ...]] = set()
-    lenient = room
     most = _MANY_OPS // max(len(task.profile.graph.ops), 1) - len(task.known)
     for _ in range(min(_ROUNDS, max(most, 1))):
-        solution = task.solve(joined_chains, room) or task.solve(joined_chains, lenient)
+        solution = task.solve(joined_chains, room)
         fits = best is not None and best.estimate.fits
         if solution is None and not fits and not seen:  # the chain may count more than there is
             solution = joined_chains[-1].whole(most_even(joined_chains[-1].costs, room))
@@ -177,24 +159,19 @@ def _rounds(
         found = task.check(solution)
         if best is None or task.rank(found) < task.rank(best):
             best = found
-        room, lenient = _corrected(task, joined_chains, room, found)
+        room = _corrected(task, joined_chains, room, found)
     return room, best
 
 
-def _corrected(task: _Task, joined_chains: Sequence[JoinedChain], room: Room, found: Checked) -> tuple[Room, Room]:
-    """The room with what used devices, and all that equal them, turned out to hold; and with half of what was too much.
-
-    What is too much may depend on the solution: then the whole of it leaves no room for others.
-    """
-    taken, lenient = room.taken_bytes.copy(), room.taken_bytes.copy()
-    used = set(found.solution.assignment)
+def _corrected(task: _Task, joined_chains: Sequence[JoinedChain], room: Room, found: Checked) -> Room:
+    """The room with what used devices, and all that equal them, turned out to hold beside what the chain counts."""
+    taken, used = room.taken_bytes.copy(), set(found.solution.assignment)
     held = cost_of(task.chain, found.solution.assignment).memory_bytes
     for kind in joined_chains[0].costs.kinds(room.has_bytes):
-        rows = [(device, found.estimate.devices[device]) for device in kind if device in used]
-        if rows:
-            taken[kind] = max(row.peak_bytes - held[device] for device, row in rows)
-            lenient[kind] = taken[kind] - max(max(-row.free_bytes for _, row in rows), 0) / 2
-    return replace(room, taken_bytes=taken), replace(room, taken_bytes=lenient)
+        more = [found.estimate.devices[device].peak_bytes - held[device] for device in kind if device in used]
+        if more:
+            taken[kind] = max(more)
+    return replace(room, taken_bytes=taken)
 
 
 def levels(chain: Chain, room: Room) -> Iterator[list[JoinedChain]]:
