@@ -10,7 +10,7 @@ devices takes longer than they do, they wait for it ("launch"). Neighbouring ops
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from math import ceil
 
@@ -31,7 +31,7 @@ from autoshard.engine.offloaded import (
 from autoshard.engine.pipelines import estimate_stages
 from autoshard.engine.placed import check_devices, moved_copies
 from autoshard.engine.pricer import check_mesh, in_one_piece
-from autoshard.engine.programs import Task, play
+from autoshard.engine.programs import play
 from autoshard.engine.replicas import run_replicas
 from autoshard.engine.timing import op_seconds, optimizer_seconds
 from autoshard.flow import Copy, Flow, flow
@@ -175,24 +175,20 @@ def _of_cuts(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
 
     One process runs its ranks one after another, so that where in a pass they meet says little.
     """
-    tracer, lanes = Tracer(profile.graph), _Lanes()
+    tracer = Tracer(profile.graph)
     estimate, traced = estimate_cuts(plan, profile, cluster, tracer=tracer), tracer.trace(plan.cuts)
     computing = {device.name: device.compute_seconds for device in estimate.devices}
     names = [device.name for device in plan.devices]
-    for rank, name in enumerate(names):
-        lanes.compute(local_profile(profile, traced, rank), cluster, name, computing[name])
+    phases = [[
+        event for rank, name in enumerate(names)
+        for event in _computing(local_profile(profile, traced, rank), cluster, name, computing[name])
+    ]]  # fmt: skip
     for kind in ("all-reduce", "all-gather"):
         own = [one for one in traced.of_pass(profile.workload.training) if one.gathers == (kind == "all-gather")]
-        seconds, nbytes, before = (
-            sum(one.seconds(cluster, names) for one in own),
-            sum(one.nbytes for one in own),
-            lanes.ends(),
-        )
-        for name in names if own else ():
-            lanes.add(
-                Event(device=name, kind=kind, end_seconds=seconds, nbytes=nbytes, label=f"{len(own)} in all"), before
-            )
-    return lanes.played()
+        seconds, nbytes = sum(one.seconds(cluster, names) for one in own), sum(one.nbytes for one in own)
+        row = Event(device="", kind=kind, end_seconds=seconds, nbytes=nbytes, label=f"{len(own)} in all")
+        phases.append([replace(row, device=name) for name in names if own])
+    return _one_after_another(phases)
 
 
 def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
@@ -200,66 +196,44 @@ def _of_replicas(plan: Plan, profile: Profile, cluster: Cluster) -> list[Event]:
 
     Forward and backward share what a device computes as they do on one device.
     """
-    run, lanes = run_replicas(plan, profile, cluster), _Lanes()
+    run = run_replicas(plan, profile, cluster)
     first, names = run.replicas[0].name, [replica.name for replica in run.replicas]
-    for one in run.transfers:
-        if one.destination != first:
-            lanes.add(copied(one, one.seconds), stream="copies")
-    begin = lanes.ends()
+    copies = [copied(one, one.seconds) for one in run.transfers]
+    computing = []
     for replica in run.replicas:
-        lanes.compute(profile, cluster, replica.name, replica.compute_seconds, begin)
+        computing += _computing(profile, cluster, replica.name, replica.compute_seconds)
         if run.launch_seconds > replica.compute_seconds:
-            lanes.add(waiting(replica.name, run.launch_seconds - replica.compute_seconds), begin)
-    computed = lanes.ends()
-    for name in names if run.sum_seconds else ():
-        lanes.add(Event(device=name, kind="all-reduce", end_seconds=run.sum_seconds), computed)
-    summed = lanes.ends()
-    for one in run.transfers:
-        if one.destination == first:
-            lanes.add(copied(one, one.seconds), summed, stream="copies")
-    return lanes.played()
+            computing.append(waiting(replica.name, run.launch_seconds - replica.compute_seconds))
+    summed = [Event(device=name, kind="all-reduce", end_seconds=run.sum_seconds) for name in names if run.sum_seconds]
+    there, back = ([one for one in copies if (one.device == first) == returns] for returns in (False, True))
+    return _one_after_another([there, computing, summed, back])
 
 
-def _kinds(profile: Profile, cluster: Cluster, name: str) -> dict[str, float]:
-    """What one device would compute of the whole batch, by kind."""
+def _computing(profile: Profile, cluster: Cluster, name: str, seconds: float) -> list[Event]:
+    """What a device computes in so many seconds, by kind, in proportion to what it would of the whole batch."""
     device, totals = cluster.device(name), dict[str, float]()
-    for op, seconds in zip(profile.graph.ops, op_seconds(profile, device).tolist(), strict=True):
-        if seconds:
+    for op, own in zip(profile.graph.ops, op_seconds(profile, device).tolist(), strict=True):
+        if own:
             kind = kind_of(op, profile.graph)
-            totals[kind] = totals.get(kind, 0.0) + seconds
+            totals[kind] = totals.get(kind, 0.0) + own
     trained = sum(nbytes for _, nbytes in trained_sizes(profile.graph)) if profile.workload.training else 0
-    step = optimizer_seconds(trained, profile.workload, device)
-    return totals | ({"optimizer": step} if step else {})
+    if step := optimizer_seconds(trained, profile.workload, device):
+        totals["optimizer"] = step
+    whole = sum(totals.values())
+    return [Event(device=name, kind=kind, end_seconds=part * seconds / whole) for kind, part in totals.items()]
 
 
-class _Lanes:
-    """A program of events on the devices of a plan, each device a stream of its own."""
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self.drawn: list[Event] = []
-        self.last: dict[str, int] = {}
-
-    def add(self, event: Event, after: Sequence[int] = (), stream: str = "") -> None:
-        """Add what happens on the event's device, or on another stream, once some tasks have ended."""
-        stream = stream or event.device
-        self.last[stream] = len(self.tasks)
-        self.tasks.append(Task(name="", stream=stream, seconds=event.seconds, after=tuple(after)))
-        self.drawn.append(event)
-
-    def compute(self, profile: Profile, cluster: Cluster, name: str, seconds: float, after: Sequence[int] = ()) -> None:
-        """Add what a device computes in so many seconds, by kind."""
-        totals = _kinds(profile, cluster, name)
-        for kind, part in totals.items():
-            self.add(Event(device=name, kind=kind, end_seconds=part * seconds / sum(totals.values())), after)
-
-    def ends(self) -> tuple[int, ...]:
-        """The last task of every stream."""
-        return tuple(self.last.values())
-
-    def played(self) -> list[Event]:
-        """The events at their times."""
-        return list(map(Event.starting, self.drawn, play(self.tasks).begins))
+def _one_after_another(phases: Iterable[Sequence[Event]]) -> list[Event]:
+    """Events of phases, each of which begins when all of the one before is over; copies of a phase share one link."""
+    found, begin = list[Event](), 0.0
+    for phase in phases:
+        ends: dict[str, float] = {}
+        for event in phase:
+            stream = "copies" if event.kind == "transfer" else event.device
+            found.append(event.starting(ends.get(stream, begin)))
+            ends[stream] = found[-1].end_seconds
+        begin = max(ends.values(), default=begin)
+    return found
 
 
 def copied(one: Copy | Transfer, seconds: float) -> Event:
