@@ -31,12 +31,6 @@ def explain_cuts(task: CutTask, best: Choice, compared: Choice | None, cuts: Seq
     if shared:
         cost += f", of which {format_seconds(best.estimate.collective_seconds)} in {shared} of a forward"
     reasons = [f"{cost}; {_against_one(task, best, compared)}"]
-    saved = task.profile.peak_bytes - max(best.peaks)
-    fullest = max(zip(best.peaks, best.devices, strict=True), key=lambda pair: pair[0] / pair[1].memory_bytes)
-    reasons.append(
-        f"{fullest[1].name} is the fullest device: {format_bytes(fullest[0])} of tensors at its peak, "
-        f"{format_bytes(saved)} less than all of the model"
-    )
     uneven = sum(len(set(cut.shares)) > 1 for cut in cuts)
     if uneven:
         what = "one cut is" if uneven == 1 else f"{uneven} cuts are"

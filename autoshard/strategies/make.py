@@ -76,7 +76,7 @@ def make_plan(
 
         said = refusal(chain, limited, profile.graph, works if advise else None)
         raise PlanError(f"{said}{why_not_offloaded(profile, cluster)}")
-    reasons = cold or explain(strategy, goal, chain, found.solution, found.estimate)
+    reasons = cold or explain(strategy, goal, chain, found.solution)
     return _plan(profile, cluster, strategy, objective, pins, found, reasons)
 
 

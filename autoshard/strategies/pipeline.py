@@ -325,13 +325,12 @@ def opened(path: str, graph: ModelGraph) -> list[str]:
 
 
 def _reasons(profile: Profile, plan: Plan, estimate: Estimate, devices: Sequence[Device]) -> Iterator[str]:
-    """Say how a pipeline runs, what is recomputed, which device is fullest, and which are not used."""
+    """Say how a pipeline runs, what is recomputed, and which devices are not used."""
     run, batch = estimate.pipelining, plan.batch
     assert batch is not None
     names = {device.name for device in plan.devices}
     if run is None:  # an answer: it is priced in one piece
         yield f"{len(plan.stages)} stages on {len(names)} devices in turns: generate() does not divide a batch"
-        yield _fullest(estimate)
         return
     yield (
         f"{len(plan.stages)} stages on {len(names)} devices, the batch of {batch.size} in {plan.num_microbatches} "
@@ -345,7 +344,6 @@ def _reasons(profile: Profile, plan: Plan, estimate: Estimate, devices: Sequence
             f"instead of keeping them: else the activations of {max(s.in_flight for s in run.stages)} micro-batches "
             "don't fit"
         )
-    yield _fullest(estimate)
     unused = [device.name for device in devices if device.name not in names]
     if unused:
         yield f"{', '.join(unused)} not used: more stages would wait for each other longer"
@@ -388,8 +386,3 @@ def _check(
             f"a batch of {batch.size} can't be divided into {num_microbatches} micro-batches: use at most "
             f"{batch.size}, or a larger batch."
         )
-
-
-def _fullest(estimate: Estimate) -> str:
-    full = estimate.fullest
-    return f"{full.name} is fullest: {format_bytes(full.peak_bytes)} of {format_bytes(full.memory_bytes)}"

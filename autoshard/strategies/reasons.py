@@ -3,7 +3,6 @@
 import numpy as np
 
 from autoshard.common.sizes import format_bytes
-from autoshard.engine.estimate import Estimate
 from autoshard.plan.choices import Objective
 from autoshard.strategies.chain import Chain
 from autoshard.strategies.partition import Solution
@@ -14,17 +13,15 @@ _BEST = {
 }  # fmt: skip
 
 
-def explain(
-    strategy: str, objective: Objective, chain: Chain, solution: Solution, estimate: Estimate
-) -> tuple[str, ...]:  # fmt: skip
-    """Say why this many devices, which is the fullest, what became of tied weights, and what it is the best of."""
+def explain(strategy: str, objective: Objective, chain: Chain, solution: Solution) -> tuple[str, ...]:
+    """Say why this many devices, what became of tied weights, and what it is the best of."""
     if strategy == "sequential":
         last = "sequential fills the devices in the order given; it does not look for the optimum"
     elif strategy == "balanced_low_0":
         last = f"{chain.devices[0]} holds as little as the other devices allow"
     else:
         last = f"of the contiguous plans that were compared it has {_BEST[objective]}"
-    return (_how_many(strategy, objective, chain, solution), *_fullest(estimate), *_ties(chain, solution), last)
+    return (_how_many(strategy, objective, chain, solution), *_ties(chain, solution), last)
 
 
 def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solution) -> str:
@@ -47,17 +44,6 @@ def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solut
         goal = "the busiest device has the least to do" if objective == "throughput" else "memory is most even"
         return f"{len(names)} devices: {goal} when they share the model"
     return f"{len(names)} devices: with activations and pins, nothing on fewer that was compared fits and is faster"
-
-
-def _fullest(estimate: Estimate) -> list[str]:
-    used = [device for device in estimate.devices if device.peak_bytes > device.overhead_bytes]
-    if not used:
-        return []
-    full = max(used, key=lambda device: device.peak_bytes / device.memory_bytes)
-    share = full.peak_bytes / full.memory_bytes
-    return [
-        f"{full.name} is the fullest device: {format_bytes(full.peak_bytes)} at its peak, {share:.0%} of its memory"
-    ]
 
 
 def _ties(chain: Chain, solution: Solution) -> list[str]:
