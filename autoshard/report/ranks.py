@@ -73,19 +73,26 @@ def ranks_label(rank: RankEstimate, plan: Plan) -> str:
     return f"stage{'s' if len(stages) > 1 else ''} {named} · {rank.first}{more}"
 
 
-def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
-    """Print what each class of ranks does with the time, and how full it is; nothing of one class."""
-    if len(estimate.ranks) < 2:
-        return
-    print_section(console, "Ranks", "seconds of kernels, of waiting for communication, and idle")
-    rows: list[list[CellText]] = [
+def rank_table(plan: Plan, estimate: Estimate) -> Table:
+    """Return what each class of ranks does with the time, and how full it is."""
+    rows = [
         [
             ranks_label(rank, plan), format_bytes(rank.peak_bytes), format_seconds(rank.compute_seconds),
             format_seconds(rank.exposed_seconds), format_seconds(rank.idle_seconds),
         ]
-        for rank in estimate.ranks[:MOST_RANKS]
+        for rank in estimate.ranks
     ]  # fmt: skip
-    print_table(console, [Column(flexible=True), *numbers("Peak", "Kernels", "Waits", "Idle")], rows, INDENT)
+    columns = [Column(title="Ranks", flexible=True), *numbers("Peak", "Kernels", "Waits", "Idle")]
+    return Table(label="Seconds of kernels, of waiting for communication, and idle", columns=columns, rows=rows)
+
+
+def print_ranks(console: Console, plan: Plan, estimate: Estimate) -> None:
+    """Print the classes of ranks; nothing of one class."""
+    if len(estimate.ranks) < 2:
+        return
+    table = rank_table(plan, estimate)
+    print_section(console, "Ranks", f"{table.label[0].lower()}{table.label[1:]}")
+    print_table(console, table.columns, table.rows[:MOST_RANKS], INDENT)
     print_left_off(console, len(estimate.ranks) - MOST_RANKS, "classes of ranks", "--json lists all")
 
 

@@ -36,8 +36,6 @@ HELD = {
     "transient": "#f0cf8e",
 }
 """Kinds of memory of a rank over a step, what is there all the time first."""
-SPENT = {"kernels": "#3b7dd8", "waits for communication": "#e0a030", "idle": "#c3c8d0"}
-"""What a rank does with the time of a step."""
 _DEVICES = (
     "#3b7dd8",
     "#e0a030",

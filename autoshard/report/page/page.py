@@ -14,10 +14,10 @@ from autoshard.profile.profile import Profile
 from autoshard.report.compared import strategy_cells, strategy_columns
 from autoshard.report.devices import LINKS, device_table, link_rows
 from autoshard.report.layout import Column, Table, format_number, numbers
-from autoshard.report.page.colours import HELD, KINDS, PARTS, SPENT, device_colours
+from autoshard.report.page.colours import HELD, KINDS, PARTS, device_colours
 from autoshard.report.page.lanes import events_of, timeline_data
 from autoshard.report.page.places import Places, places_of
-from autoshard.report.ranks import ranks_label, stage_table
+from autoshard.report.ranks import rank_table, ranks_label, stage_table
 from autoshard.report.rows import (
     TransferRow,
     device_runs,
@@ -36,7 +36,6 @@ from autoshard.strategies.compare import Alternative
 if TYPE_CHECKING:
     from jinja2 import Template
 
-MOST_LANES = 16
 MOST_CURVES = 4
 OUTSIDE = "context, allocator"
 """What is taken of a device beside tensors: it is there all the time."""
@@ -58,7 +57,6 @@ def make_page(
     parts = [part for part in PARTS if any(device.parts[part] for device in estimate.devices)]
     every = [*capture_notes(profile), *estimate_notes(estimate), *map(as_sentence, (*notes, *cluster.notes))]
     cells = cells if study is None else study.cells
-    by_peak = sorted(ranks, key=lambda rank: -rank.peak_bytes)
     return _template().render(
         title=title or profile.modules[0].class_name, workload=describe_workload(plan.workload, profile.dtype),
         plan=plan, estimate=estimate, profile=profile, verdict=verdict(plan, estimate),
@@ -69,14 +67,9 @@ def make_page(
         devices=[_device(device, label, cluster) for device, label in device_runs(estimate.devices)],
         parts={f"{part} {format_bytes(_sum(estimate, part))}": PARTS[part] for part in parts},
         part_colours=PARTS,
-        moments=[_moments(rank, plan, estimate) for rank in _evenly(by_peak, MOST_CURVES)],
+        moments=[_moments(rank, plan, estimate) for rank in _evenly(ranks)],
         kinds=_kinds(ranks),
-        spent=[_spent(rank, plan, estimate) for rank in _evenly(ranks, MOST_LANES)],
-        spent_colours=SPENT,
-        token_parts=Table(
-            label="A further token", columns=[Column(title="Cause"), *numbers("Time")],
-            rows=[(name, format_seconds(seconds)) for name, seconds in estimate.token_parts.items()],
-        ),
+        ranks=rank_table(plan, estimate),
         drawn=drawn,
         tree=module_tree(profile, partial(_places_in, plan, places)), places=places, tied=tied_modules(profile),
         cut=bool(plan.cuts) and not plan.launch,
@@ -84,7 +77,6 @@ def make_page(
         device_colours=device_colours(cluster.names),
         stages=stage_table(plan, estimate),
         transfers=_transfers(estimate),
-        changes=[] if study is None else [as_sentence(change) for change in study.changes],
         grids=_grids(cells, unit_of(plan.workload)) if len(cells) > 1 else [],
         priced_how=_priced_how(plan),
         alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan),
@@ -165,11 +157,10 @@ def _device(device: DeviceEstimate, label: str, cluster: Cluster) -> dict[str, A
     }
 
 
-def _evenly(ranks: Sequence[RankEstimate], most: int) -> list[RankEstimate]:
-    """So many of the classes, first and last among them."""
-    if len(ranks) <= most:
-        return list(ranks)
-    return [ranks[round(at * (len(ranks) - 1) / (most - 1))] for at in range(most)]
+def _evenly(ranks: Sequence[RankEstimate]) -> list[RankEstimate]:
+    """A few of the classes, the fullest first, and the emptiest among them."""
+    by_peak, most = sorted(ranks, key=lambda rank: -rank.peak_bytes), min(MOST_CURVES, len(ranks))
+    return [by_peak[round(at * (len(ranks) - 1) / max(most - 1, 1))] for at in range(most)]
 
 
 def _held(rank: RankEstimate) -> list[tuple[str, dict[str, float]]]:
@@ -198,17 +189,6 @@ def _moments(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, An
         })  # fmt: skip
     said = f"at most {format_bytes(rank.peak_bytes)} of {format_bytes(memory)}"
     return {"label": ranks_label(rank, plan), "said": said, "lanes": lanes, "level": level(rank.peak_bytes, memory)}
-
-
-def _spent(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, Any]:
-    """What a class of ranks does with the time, as shares of its lane, and in words."""
-    seconds = (rank.compute_seconds, rank.exposed_seconds, rank.idle_seconds)
-    parts = dict(zip(SPENT, seconds, strict=True))
-    return {
-        "label": (ranks_label(rank, plan), ""),
-        "words": ", ".join(f"{name} {format_seconds(part)}" for name, part in parts.items() if part),
-        "parts": {name: 100 * part / max(estimate.latency_seconds, 1e-30) for name, part in parts.items()},
-    }
 
 
 # ---- tables
