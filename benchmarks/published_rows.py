@@ -253,13 +253,12 @@ def recipe_of(row: Row) -> Recipe:
     whole_sequences = family(row) in ("bs", "sc21") or ("unless PP" in row["source"] and pp > 1)
     return Recipe(
         dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=micro, num_microbatches=count,
-        reshard="SHARD_GRAD_OP" not in row["source"],
         schedule="1f1b" if count >= pp else "gpipe", recompute=recompute_of(row), stack=stack,
         precision=precision_of(row), sequence_parallel=not whole_sequences,
         zero=0 if fsdp > 1 or "ZeRO-0" in row["optimizer"] else int(fused or "ZeRO-1" in row["optimizer"]),
         loss_parallel=not own, unfused_attention=unfused,
         accumulate_unsharded=own, balanced_stages=family(row) == "nano", regathers=own,
-        logit_bytes=8 if family(row) == "nano" or (own and not experts_of(row)[0]) else 0,
+        logit_bytes=8 if fused or family(row) == "nano" or (own and not experts_of(row)[0]) else 16,
     )  # fmt: skip
 
 

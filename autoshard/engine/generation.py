@@ -130,9 +130,7 @@ def token_parts(setting: Setting, stage: Stage, rows: int, answered: float) -> d
 
 def _flops(flops: float, experts: int, cut: str, share: Share) -> float:
     flops *= share.rows
-    if experts:
-        return flops / share.ep / share.expert_tp if share.ep > 1 else flops / share.expert_tp
-    return flops / share.tp if cut else flops
+    return flops / share.ep / share.tp if experts else flops / share.tp if cut else flops
 
 
 def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
@@ -142,17 +140,16 @@ def weight_bytes(block: Block, recipe: Recipe, tokens: float) -> float:
         if product.once:
             continue
         if product.experts:
-            experts += product.weight_elements / recipe.ep / (recipe.expert_tp if product.cut else 1)
+            experts += product.weight_elements / recipe.ep / (recipe.tp if product.cut else 1)
             routed = product.m / product.experts
         else:
             dense += product.weight_elements / (recipe.tp if product.cut else 1)
     hit = 1.0
     if experts:
         # A token goes to k of E experts; m rows of all experts came from the rows that the router read.
-        replicas = recipe.ep // (1 if recipe.expert_tp == recipe.tp else recipe.tp)
         dense_products = (one for one in sums_of(block).products if one.weight_elements and not one.experts)
         router_rows = max((one.m for one in dense_products), default=1)
-        hit = hit_part(routed / max(1, router_rows), tokens * max(1, replicas))
+        hit = hit_part(routed / max(1, router_rows), tokens * recipe.ep)
     return (dense + experts * hit) * stored_bytes(block, recipe)
 
 

@@ -21,7 +21,7 @@ class Share:
 
     Attributes:
         length: tokens of a sample, as a multiple of those that were traced.
-        expert_tp: of how many ranks each has a part of every expert; ep: over how many ranks experts are divided.
+        ep: over how many ranks experts are divided.
         scale: bytes of an activation over those that were traced.
     """
 
@@ -31,7 +31,6 @@ class Share:
     sequence_parallel: bool = True
     length: float = 1.0
     ep: int = 1
-    expert_tp: int = 1
     scale: float = 1.0
 
     @property
@@ -60,7 +59,7 @@ class Volume:
     def on(self, share: Share) -> float:
         """Bytes on one rank."""
         rows = self.rows / (share.tp if share.sequence_parallel else 1) + self.gathered + self.cut_rows / share.tp
-        fixed = self.cut / share.tp + self.whole + self.experts / (share.ep * share.expert_tp)
+        fixed = self.cut / share.tp + self.whole + self.experts / (share.ep * share.tp)
         return (rows * share.rows + fixed) * share.scale
 
 

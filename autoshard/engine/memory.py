@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from autoshard.engine.blocks import Block
 from autoshard.engine.estimate import Moment
 from autoshard.engine.local import Share, sums_of
-from autoshard.engine.recipe import Recipe, Stack
+from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card
 
 CONTEXT_BYTES = 768 * 2**20
@@ -28,9 +28,6 @@ WORKSPACE_BYTES = 64 * 2**20
 """Of the matrix library, inside of it."""
 RESERVED_PART, RESERVED_BYTES = 1.02, 512 * 2**20
 """What the allocator holds: pieces that fit no tensor grow with what is allocated, and some are there in any case."""
-LOGIT_BYTES: Mapping[Stack, int] = {"eager": 16, "early": 16, "compiled": 16, "fused": 8, "deepspeed": 8}
-"""Of all copies of one logit around the loss: two bytes as the head makes it, and in float32 the logarithm of its
-softmax, the gradient of that, and the logit or its gradient; hand-fused losses write over what they read."""
 SCORE_BYTES, SCORE_GRADIENT_BYTES = 5, 4
 """Per score of unfused attention: softmax and dropout of 2 bytes and a mask of one are kept (5 a s^2 b in Korthikanti
 et al., "Reducing activation recomputation", 2022); the gradients of both are made from them."""
@@ -129,9 +126,7 @@ def local_elements(block: Block, recipe: Recipe, *, trained: bool = False) -> tu
     part = block.trained_part if trained else 1.0
     dense = float(block.elements - block.expert_elements)
     dense -= (block.cut_elements - block.expert_cut) * (1 - 1 / recipe.tp)
-    experts = float(block.expert_elements)
-    if recipe.expert_tp > 1:
-        experts -= block.expert_cut * (1 - 1 / recipe.expert_tp)
+    experts = float(block.expert_elements) - block.expert_cut * (1 - 1 / recipe.tp)
     return part * dense, part * experts / recipe.ep
 
 
@@ -285,7 +280,7 @@ def _loss_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     over_classes = not over_tokens and cuts_loss(block, recipe)
     part = logits / (recipe.tp if recipe.loss_parallel or over_classes else 1)
     whole = logits * (share.cp if over_tokens else 1) if gathers_logits(block, recipe) else 0.0
-    return part * (recipe.logit_bytes or LOGIT_BYTES[recipe.stack]) + whole * recipe.precision.compute
+    return part * recipe.logit_bytes + whole * recipe.precision.compute
 
 
 def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:

@@ -60,8 +60,7 @@ def make_setting(work: ModelWork, recipe: Recipe, card: Card, topology: Topology
     itemsize = next((block.itemsize for block in work.blocks if block.layer), recipe.precision.compute)
     share = Share(
         samples=recipe.micro_batch / work.samples, cp=recipe.cp, tp=recipe.tp, length=length, ep=recipe.ep,
-        sequence_parallel=recipe.sequence_parallel, expert_tp=recipe.expert_tp,
-        scale=recipe.precision.compute / itemsize,
+        sequence_parallel=recipe.sequence_parallel, scale=recipe.precision.compute / itemsize,
     )  # fmt: skip
     network = Network(topology=topology, reached=reached)
     return Setting(work=work, recipe=recipe, card=card, network=network, reached=reached, share=share)
@@ -256,7 +255,7 @@ def layer_passes(setting: Setting, block: Block) -> tuple[Layer, Layer]:
     routed = expert_seconds(setting, block)
     ahead = _slowed(seconds.forward, gather, slow) + inner + routed
     repeated = inner + routed if recipe.recompute == "full" and block.recomputes else 0.0
-    kept = recipe.stays_whole or not recipe.reshard or not block.layer
+    kept = recipe.stays_whole or not block.layer
     kernels = seconds.backward + again + accumulate_seconds(setting, block)
     back = _slowed(kernels, gather + reduce, slow) + inner + routed + repeated
     return (
@@ -345,8 +344,7 @@ def expert_seconds(setting: Setting, block: Block) -> float:
     nbytes = block.routed_elements * share.rows * recipe.precision.compute
     if recipe.sequence_parallel:
         nbytes /= recipe.tp
-    stride = recipe.tp if recipe.expert_tp == recipe.tp else 1
-    return 2 * setting.network.all_to_all(group_of(setting.network.topology, recipe.ep, stride), nbytes)
+    return 2 * setting.network.all_to_all(group_of(setting.network.topology, recipe.ep, recipe.tp), nbytes)
 
 
 def _busiest(recipe: Recipe, passes: Sequence[Passes]) -> tuple[float, float]:

@@ -12,8 +12,7 @@ Stack = Literal["eager", "compiled", "fused", "deepspeed", "early"]
 """Who makes the kernels: torch op by op; torch.compile; hand-fused training kernels, alone or run by DeepSpeed; torch
 of 2023 op by op, with the first kernels of fused attention."""
 MESH_AXES = ("pp", "dp", "fsdp", "cp", "tp")
-"""Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of dp, fsdp and cp, and out of tp where
-those do not suffice: a rank of it has whole experts."""
+"""Mesh dimensions from the outermost to the innermost; `ep` takes its ranks out of dp, fsdp and cp."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +23,11 @@ class Recipe:
         micro_batch: samples that one replica computes at once; num_microbatches: how many of them are in a step.
         sequence_parallel: between the cuts of tensor parallelism, activations are divided along the sequence.
         zero: 0 replicates optimizer states over `dp`, 1 shards them.
-        reshard: parameters of `fsdp` are freed after forward, and gathered again for backward.
         stages_per_rank: stages of the pipeline on each of its ranks (interleaved schedule).
         loss_parallel: ranks that share matrices or sequences keep their parts of the logits; else each has the whole.
         divided_outputs: what `apply` computes losses of in parts stays in parts, also where the model gives it out.
-        logit_bytes: of all copies of one logit around the loss; 0 for what the stack makes of a loss in float32.
+        logit_bytes: of all copies of one logit around the loss: two bytes as the head makes it, and in float32 the
+            logarithm of its softmax, the gradient of that, and the logit or its gradient.
         accumulate_unsharded: `fsdp` reduces gradients after the last micro-batch only, and keeps them whole till then;
             so it does in a pipeline, where parameters are gathered once per step, too.
         regathers: in a pipeline, too, parameters of `fsdp` are freed and gathered again for each micro-batch.
@@ -50,7 +49,7 @@ class Recipe:
     stages_per_rank: int = 1
     loss_parallel: bool = True
     divided_outputs: bool = False
-    logit_bytes: int = 0
+    logit_bytes: int = 16
     accumulate_unsharded: bool = False
     regathers: bool = False
     unfused_attention: bool = False
@@ -61,14 +60,16 @@ class Recipe:
     precision: Precision = PRECISIONS["mixed"]
     sequence_parallel: bool = True
     zero: int = 0
-    reshard: bool = True
 
     def __post_init__(self) -> None:
         for axis, degree in self.mesh.items():
             if degree < 1:
                 raise SpecError(f"a mesh has at least one rank along {axis}, not {degree}.")
-        if self.devices // self.pp % self.ep:
-            raise SpecError(f"{self.devices // self.pp} ranks of a stage can't be divided over ep={self.ep}.")
+        if self.replicas * self.cp % self.ep:
+            raise SpecError(
+                f"experts are divided among replicas: the {self.replicas * self.cp} of dp, fsdp and cp are no multiple "
+                f"of ep={self.ep}."
+            )
         if self.micro_batch < 1 or self.num_microbatches < 1:
             raise SpecError("a step has at least one micro-batch of at least one sample.")
 
@@ -101,16 +102,9 @@ class Recipe:
         return self.fsdp * self.cp if self.fsdp > 1 or not self.zero else 1
 
     @property
-    def expert_tp(self) -> int:
-        """Over how many ranks each expert is cut: as the rest of a layer, or not where `ep` needs those ranks."""
-        return self.tp if self.dp * self.fsdp * self.cp % self.ep == 0 else 1
-
-    @property
     def expert_shards(self) -> int:
         """Over how many ranks `fsdp` divides the experts that one rank computes with."""
-        if self.shards == 1:
-            return 1
-        return max(1, self.shards * self.tp // self.expert_tp // self.ep)
+        return max(1, self.shards // self.ep)
 
     @property
     def hand_fused(self) -> bool:

@@ -126,15 +126,12 @@ def product_seconds(product: Product, share: Share, card: Card, reached: Efficie
     flops, m, n, k = product.flops, float(product.m), float(product.n), float(product.k)
     if product.batch:
         m, flops = m * share.rows, flops * share.rows
-    tp = share.tp
     if product.experts:  # as many products as there are experts on the rank, each with the rows that are sent to it
-        m, tp = m * share.ep / product.experts, share.expert_tp
-        if share.expert_tp < share.tp and share.sequence_parallel:  # each rank routes its own part of the sequence
-            m, flops = m / share.tp, flops / share.tp
+        m = m * share.ep / product.experts
     if product.cut == "n":
-        flops, n = flops / tp, n / tp
+        flops, n = flops / share.tp, n / share.tp
     elif product.cut == "k":
-        flops, k = flops / tp, k / tp
+        flops, k = flops / share.tp, k / share.tp
     half = reached.half_size
     part = reached.matmul * m / (m + reached.half_rows) * n / (n + half) * k / (k + half)
     if not padded and (n % ALIGNED_ELEMENTS or k % ALIGNED_ELEMENTS):

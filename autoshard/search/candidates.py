@@ -41,7 +41,7 @@ def meshes(devices: int, per_host: int, limits: Limits, given: Asked, *, trainin
                     dp, left = divmod(rest, fsdp)
                     if left or dp not in _chosen("dp", (dp,), given) or (dp > 1 and "dp" not in given.axes):
                         continue
-                    for ep in _chosen("ep", _experts(limits, devices // pp), given):
+                    for ep in _chosen("ep", _experts(limits, rest * cp), given):
                         mesh = Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep)
                         if _runs(mesh, given):
                             yield mesh

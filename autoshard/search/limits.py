@@ -206,6 +206,11 @@ def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -
                 f"ep={mesh['ep']} is not possible: ranks have equally many of the {limits.experts} experts. Plan with "
                 f"an ep of {', '.join(map(str, degrees[1:]))}, or without."
             )
+        if prod(mesh.get(name, 1) for name in ("dp", "fsdp", "cp")) % mesh["ep"]:
+            raise PlanError(
+                f"{_shown(mesh)}: experts are divided among replicas. Plan with degrees of dp, fsdp and cp that are "
+                f"together a multiple of ep={mesh['ep']}, or without ep."
+            )
     replicas = mesh.get("dp", 1) * mesh.get("fsdp", 1)
     if replicas > 1 and not limits.divisible:
         raise PlanError(f"dp and fsdp give each replica its own samples, but {limits.why_not}")
