@@ -18,7 +18,7 @@ from autoshard.engine.efficiency import GRAPH_KERNEL_SECONDS
 from autoshard.engine.estimate import Moment
 from autoshard.engine.local import Share, cached_elements, sums_of
 from autoshard.engine.memory import Memory, RecipeEstimate, Stage, outside_bytes, stage_elements, workspace_bytes
-from autoshard.engine.price import Setting, expert_seconds, make_setting, split_stages, tensor_seconds
+from autoshard.engine.price import Setting, expert_seconds, make_setting, send_seconds, split_stages, tensor_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, host_seconds, layer_seconds
 from autoshard.errors import SpecError
@@ -90,7 +90,7 @@ def _of_prompt(setting: Setting, block: Block, rows: float) -> Setting:
 
 def prompt_parts(setting: Setting, stage: Stage) -> tuple[float, float]:
     """Seconds of kernels and of communication of a prompt on one stage."""
-    compute, network = 0.0, _send_seconds(setting, stage, setting.share)
+    compute, network = 0.0, send_seconds(setting, setting.share)
     for block, count in stage:
         part = _of_prompt(setting, block, setting.recipe.micro_batch)
         compute += count * layer_seconds(block, part.share, part.recipe, part.card, part.reached).forward
@@ -122,7 +122,7 @@ def token_parts(setting: Setting, stage: Stage, rows: int, answered: float) -> d
         parts["communication"] += count * (tensor_seconds(one, block) + expert_seconds(one, block))
         if recipe.op_by_op:
             host += count * host_seconds(block, recipe, reached)
-    parts["communication"] += _send_seconds(setting, stage, one.share)
+    parts["communication"] += send_seconds(setting, one.share)
     device = sum(parts.values())
     parts["launches"] += max(0.0, host - device)
     return parts
@@ -165,16 +165,6 @@ def _cache_bytes(block: Block, setting: Setting, rows: float, answered: float) -
     prompt, (growing, fixed) = setting.share.length, cached_elements(block, min(recipe.tp, block.most_shares))
     elements = growing * ((0 if work.encodes else prompt) + answered / work.tokens) + fixed * prompt
     return rows / work.samples * elements * recipe.precision.compute
-
-
-def _send_seconds(setting: Setting, stage: Stage, share: Share) -> float:
-    """Seconds until the next stage has what this one made."""
-    recipe, topology = setting.recipe, setting.network.topology
-    layers = [block for block, _ in stage if block.layer]
-    if recipe.pp < 2 or not layers:
-        return 0.0
-    nbytes = layers[0].input_elements * share.rows * recipe.precision.compute
-    return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)
 
 
 def answer_memory(setting: Setting, stage: Stage, sequences: int, new_tokens: int) -> Memory:

@@ -17,8 +17,8 @@ from autoshard.engine.price import (
     all_passes,
     layer_passes,
     optimizer_seconds,
+    send_seconds,
     split_stages,
-    stage_send_seconds,
     synchronised_seconds,
 )
 from autoshard.engine.programs import Layer, pass_program, play
@@ -115,7 +115,7 @@ def _pair(event: Event, apart: float, end: float) -> Iterator[Event]:
 def _staged(setting: Setting, passes: Sequence[Passes], names: Sequence[str]) -> Iterator[Event]:
     """The order of the schedule, by the clock; `passes`: of every stage."""
     recipe = setting.recipe
-    sends = [stage_send_seconds(setting)] * (len(passes) - 1)
+    sends = [send_seconds(setting, setting.share)] * (len(passes) - 1)
     times = Times(
         forward=[one.forward for one in passes], backward=[one.backward for one in passes],
         weight=[one.backward / 2 for one in passes], sends=sends, returns=sends,

@@ -366,7 +366,7 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
     """
     recipe = setting.recipe
     count, chunks = recipe.num_microbatches, recipe.stages_per_rank
-    send = stage_send_seconds(setting)
+    send = send_seconds(setting, setting.share)
     ranks = [passes[rank :: recipe.pp] for rank in range(recipe.pp)]
     each = [sum(one.forward + one.backward for one in own) for own in ranks]
     busiest = max(range(recipe.pp), key=each.__getitem__)
@@ -383,11 +383,13 @@ def _pipelined(setting: Setting, passes: Sequence[Passes]) -> tuple[float, float
     return seconds, 1 - count * sum(each) / (recipe.pp * seconds)
 
 
-def stage_send_seconds(setting: Setting) -> float:
-    """Seconds until the next stage has what one micro-batch made."""
+def send_seconds(setting: Setting, share: Share) -> float:
+    """Seconds until the next stage has what one micro-batch, or one token of each sequence, made; 0 of one stage."""
     recipe, topology = setting.recipe, setting.network.topology
+    if recipe.pp < 2:
+        return 0.0
     block = next(block for block in setting.work.blocks if block.layer)
-    nbytes = block.input_elements * setting.share.rows * recipe.precision.compute
+    nbytes = block.input_elements * share.rows * recipe.precision.compute
     if recipe.sequence_parallel or recipe.hand_fused:  # those stacks send a part of each, and gather it after
         nbytes /= recipe.tp
     return setting.network.send(nbytes, between_hosts=recipe.stride("pp") >= topology.devices_per_host)

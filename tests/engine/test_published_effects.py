@@ -120,8 +120,8 @@ def test_few_micro_batches_pass_through_every_stage_in_turn(schedule, microbatch
     played = simulate(make_order(schedule, 4, microbatches, stages_per_device=chunks), times)
     recipe = Recipe(pp=4, num_microbatches=microbatches, schedule=schedule, stages_per_rank=chunks)
     one = Passes(forward=1.0, backward=2.0, forward_compute=1.0, backward_compute=2.0)
-    with mock.patch.object(price, "stage_send_seconds", lambda setting: 0.0):
-        seconds, bubble = price._pipelined(SimpleNamespace(recipe=recipe), [one] * stages)
+    with mock.patch.object(price, "send_seconds", lambda setting, share: 0.0):
+        seconds, bubble = price._pipelined(SimpleNamespace(recipe=recipe, share=None), [one] * stages)
     assert seconds == pytest.approx(played.seconds, rel=0.07 if schedule == "zero-bubble" else 1e-9)
     assert bubble == pytest.approx(played.bubble, abs=0.07)
 
