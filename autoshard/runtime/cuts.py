@@ -255,7 +255,8 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         handles.append(modules[path].register_forward_pre_hook(refuse_nested, prepend=True))
     handles += watch_draws(model, ready.record.cuts, ready.record.ranks)
     handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
-    handles.append(model.register_forward_pre_hook(Arrive(ready.record), with_kwargs=True, prepend=True))
+    arrive = Arrive(ready.record, _find_parts(modules, ready.record))
+    handles.append(model.register_forward_pre_hook(arrive, with_kwargs=True, prepend=True))
     own_samples = any(action.kind == "dispatch" for cut in ready.record.cuts for action in cut.actions)
     if isinstance(ready.record.ranks, ProcessRanks) and not own_samples:
         same = SameInputs(ready.record.ranks)
@@ -293,11 +294,23 @@ def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
     revert(log)
 
 
-class Arrive:
-    """Pre-hook of the root: where the record of the cut is kept, and where a forward begins."""
+Part = tuple[nn.Module, str, nn.Parameter]
 
-    def __init__(self, record: CutRecord) -> None:
-        self.record = record
+
+def _find_parts(modules: Mapping[str, nn.Module], record: CutRecord) -> list[Part]:
+    """The owner of each parameter that is cut over processes, its name there, and this rank's part."""
+    if not isinstance(record.ranks, ProcessRanks):
+        return []
+    places = ((modules[parent(name)], name.rpartition(".")[2]) for name in record.tensors)
+    found = [(owner, name, getattr(owner, name)) for owner, name in places]
+    return [(owner, name, part) for owner, name, part in found if isinstance(part, nn.Parameter)]
+
+
+class Arrive:
+    """Pre-hook of the root: where the record of the cut is kept, and where a forward begins. `parts`: of this model."""
+
+    def __init__(self, record: CutRecord, parts: list[Part]) -> None:
+        self.record, self.parts = record, parts
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         record = self.record
@@ -307,6 +320,8 @@ class Arrive:
             leave_interrupted(record.ranks)
             if isinstance(record.ranks, ProcessRanks):
                 _refuse_wrapped(module, record)
+                if not record.gathered:  # else fully_shard puts its own there
+                    self._check_parts()
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # for copies of the model, too
             if not record.gathered:
                 sum_gradients(module, record.partial, record.ranks)
@@ -326,6 +341,17 @@ class Arrive:
         if left := running():  # by a forward that was interrupted: torch calls no hooks then
             left.__exit__(None, None, None)
         return _begin(record, module, args, kwargs)
+
+    def _check_parts(self) -> None:
+        """Raise `ApplyError` for a whole parameter in the place of a part, where no registration hook saw it."""
+        for owner, name, part in self.parts:
+            now = getattr(owner, name, None)
+            if now is not part and now is not None and now.shape != part.shape:
+                raise ApplyError(
+                    f"{name} ({type(owner).__name__}) is of shape {list(now.shape)}, and this rank has a part of shape "
+                    f"{list(part.shape)} of it: it was replaced after autoshard.apply. Call autoshard.remove(model), "
+                    "replace it then, and apply the plan again."
+                )
 
 
 def _refuse_wrapped(module: nn.Module, record: CutRecord) -> None:

@@ -127,7 +127,7 @@ def results_of(*meshes):
         plan = completed(plan.to_json(), net(), (INPUT,))
         assert any(action.kind == "scatter" for cut in plan.cuts for action in cut.actions)
         whole = autoshard.plan(net(), devices_of(2), inputs=(INPUT,), strategy="column-parallel", objective="memory")
-        jobs["wrapped"] = wrapped, whole
+        jobs["wrapped"], jobs["overwritten"] = (wrapped, whole), (overwritten, whole)
         for one, kind in (("fsdp=2", Recomputing), ("tp=2", Recomputing), ("tp=2", Towered)):
             jobs[one, kind] = checkpointed, one, functools.partial(recomputing, kind)
         jobs["alone"], jobs["compiled"], jobs["other"] = (alone, plan), (compiled, plan), (other_numbers, plan)
@@ -200,6 +200,22 @@ def wrapped(plan):
     layered = apply(net(), plan)
     fully_shard(layered[0][2])
     return [*said, error_of(fully_shard(apply(net(), plan)), NUMBERS), error_of(layered, NUMBERS)]
+
+
+def overwritten(plan):
+    """What is said where each rank has whole matrices in the places of its parts, whose sum would be twice as much."""
+    model, other = apply(net(), plan), net()[0][2]
+    for name in ("up", "down"):
+        model[0][2].get_submodule(name)._parameters.update(other.get_submodule(name).named_parameters())
+    return error_of(model, NUMBERS)
+
+
+@sharded_replicas
+def test_whole_parameters_in_the_places_of_parts_are_refused():
+    for results in results_of(*QUICK):
+        assert (
+            "weight (Linear) is of shape [64, 16], and this rank has a part of shape [32, 16]" in results["overwritten"]
+        )
 
 
 @sharded_replicas
