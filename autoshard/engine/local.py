@@ -98,10 +98,7 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`width`: columns of a head; `keys`: keys and values, before they are repeated for all heads.
-
-    `once`, `fixed`: as in `OpWork`.
-    """
+    """`width`: columns of a head; `keys`: keys and values. `once`, `fixed`: as in `OpWork`."""
 
     flops: float
     cut: bool
@@ -180,7 +177,6 @@ def cached_elements(block: Block, shares: int = 1) -> tuple[float, float]:
 
 
 def _sums(block: Block) -> Sums:
-    made_by = {part.storage: op for op in block.ops if not op.free for part in op.outputs}
     kept, kept_fused = kept_parts(block, fused=False), kept_parts(block, fused=True)
     gathered = column_inputs(block)  # not where a product reads a small part of what is kept
     columns = {key: part for key, part in gathered.items() if key not in kept or kept[key].numel <= part.numel}
@@ -194,7 +190,7 @@ def _sums(block: Block) -> Sums:
     groups = _fused_groups(block.ops)
     return Sums(
         products=tuple(_product(op) for op in block.ops if op.kind == "matmul"),
-        attentions=tuple(_attention(op, made_by) for op in block.ops if op.kind == "attention"),
+        attentions=tuple(_attention(op) for op in block.ops if op.kind == "attention"),
         views=sum(op.free for op in block.ops),
         eager=Stream(kernels=len(plain), moved=volume_of(part for op in plain for part in _offloaded(op))),
         fused=Stream(kernels=len(groups), moved=volume_of(part for parts in groups for part in parts)),
@@ -218,26 +214,13 @@ def _product(op: OpWork) -> Product:
     )  # fmt: skip
 
 
-def _attention(op: OpWork, made_by: dict[int, OpWork]) -> Attention:
+def _attention(op: OpWork) -> Attention:
     return Attention(
         flops=op.flops, cut=op.cut, causal=op.causal, once=op.once, fixed=op.fixed,
         width=max(1, op.k),
-        keys=tuple(_smallest(part, made_by) for part in op.inputs[1:3]),
+        keys=op.inputs[1:3],
         moved=volume_of((*op.inputs[:3], *op.outputs[:1])),
     )  # fmt: skip
-
-
-def _smallest(part: TensorPart, made_by: dict[int, OpWork]) -> TensorPart:
-    """Keys or values where they have the fewest elements, between their projection and attention."""
-    least, seen = part, {part.storage}
-    while (op := made_by.get(part.storage)) is not None and op.kind == "other":
-        before = [one for one in op.inputs if one.batch and not one.weight and one.storage not in seen]
-        if not before:
-            break
-        part = max(before, key=lambda one: one.numel)
-        seen.add(part.storage)
-        least = min(least, part, key=lambda one: one.numel)
-    return least
 
 
 def _offloaded(op: OpWork) -> list[TensorPart]:
