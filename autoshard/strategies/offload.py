@@ -1,15 +1,15 @@
 """Plans for models that are larger than the devices that compute: which modules stay, which are offloaded, from where.
 
 1. Divide the model into modules that may be offloaded (`offloadable`), from whole blocks to ever smaller parts.
-2. Give every device that computes its share: in T seconds it reads its memory + T * bandwidth of its link, the CPU what
-   it computes; T is what the whole model takes. In turns, so that all links work at a time, and in contiguous parts.
+2. Give every device with a link its share: in T seconds it reads its memory + T * bandwidth of the link; T is what the
+   whole model takes. In turns, so that all links work at a time, and in contiguous parts; what the CPU computes sooner
+   than it is brought stays there.
 3. Choose per device which modules stay, and where the others are kept (`offload_choice`).
 4. Check memory and seconds with the exact estimate. The best division wins, among equals the coarsest.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -138,30 +138,23 @@ class _OffloadTask:
         joined = join(chain, group)
         assert joined is not None
         costs = StageCosts(joined)
-        found = []
-        for share in self._shares():
-            solutions = [most_even(costs, Room.of(share)), balanced(costs, Room.of(share * _MORE), self.objective)]
-            found += [tuple(np.array(one.assignment)[group].tolist()) for one in solutions if one is not None]
-            if not chain.pins and (share > 0).sum() > 1:
-                found.append(_in_turns(owner, {module.path: module.nbytes for module in division}, share))
+        share = self._share()
+        whole = balanced(costs, Room.of(share * _MORE), self.objective) or most_even(costs, Room.of(share))
+        found = [tuple(np.array(whole.assignment)[group].tolist())]
+        if not chain.pins and (share > 0).sum() > 1:
+            found.append(_in_turns(owner, {module.path: module.nbytes for module in division}, share))
         yield from found
         cheaper = self._computed_sooner()
         for assignment in found if cheaper.any() else ():
             yield tuple(np.where(cheaper, self.computing.index("cpu"), np.array(assignment)).tolist())
 
-    def _shares(self) -> Iterator[np.ndarray]:
-        """Yield the bytes of the model for each device, without and with the CPU as one of those that compute."""
+    def _share(self) -> np.ndarray:
+        """The bytes of the model for each device: its memory, and of what has no room as its link is fast."""
         chain = self.chain
-        rates = np.array([self._rate(name) for name in self.computing]) / times_computed(self.profile)
-        weights = float(chain.resident_bytes.sum())
+        rates = np.array([self._rate(name) for name in self.computing])
         room = np.where(rates > 0, np.maximum(chain.capacity_bytes, 0), 0).astype(float)
-        on_cpu = np.array([name == "cpu" and not rate for name, rate in zip(self.computing, rates, strict=True)])
-        computed = on_cpu / np.maximum(chain.seconds.sum(axis=1), 1e-30)
-        totals = (weights, weights + float(chain.transient_bytes.sum()))  # with little room slots are what lacks
-        for with_cpu, total in product((0.0, 1.0), totals):
-            rate = rates + with_cpu * total * computed
-            if rate.any():
-                yield room + max(total - room.sum(), 0.0) / rate.sum() * rate
+        missing = max(float(chain.resident_bytes.sum()) - room.sum(), 0.0)
+        return room + missing / max(rates.sum(), 1e-30) * rates
 
     def _computed_sooner(self) -> np.ndarray:
         """[n] whether the CPU computes a unit in less time than it takes to bring it: tables, experts."""
