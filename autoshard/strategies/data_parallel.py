@@ -1,7 +1,7 @@
 """data-parallel: a replica of the model on every device, each with its part of the batch.
 
-    cuda:0  (fast)   rows 0 1 2 3 4        rows go from one device to another as long as the pass gets shorter by it,
-    cuda:1  (slow)   rows 5 6 7            or fits; devices that would make it longer are left out
+    cuda:0  (fast)   rows 0 1 2 3 4        rows are divided as devices are fast, or have room, and moved from one
+    cuda:1  (slow)   rows 5 6 7            to another as long as it is better; devices that make it longer are left out
 
 The fastest devices are tried, and those with the most memory, of every number: less work on more devices is compared.
 """
@@ -16,7 +16,7 @@ from autoshard.engine.replicas import ReplicaPass, Replicas
 from autoshard.errors import PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
-from autoshard.plan.sharding import even_shares
+from autoshard.plan.sharding import even_shares, proportional_shares
 from autoshard.profile.profile import Profile
 
 _WORTH = 1e-3
@@ -68,20 +68,25 @@ def _device_sets(replicas: Replicas, able: Sequence[Device]) -> list[tuple[Devic
 
 
 def _divided(replicas: Replicas, cluster: Cluster, devices: tuple[Device, ...], objective: str) -> ReplicaPass:
-    """Divide the batch over these devices: evenly, then by moving rows, ever fewer, as long as that is better."""
+    """Divide the batch over these devices: evenly, as they are fast or have room; then move rows, ever fewer."""
 
     def cost(one: ReplicaPass) -> tuple[float, float]:
         """What is lacking, then what is minimised."""
         return max(0, -one.lacking.free_bytes), one.value(objective)
 
-    size, count = replicas.batch.size, len(devices)
-    best = replicas.run(cluster, devices, even_shares(size, count))
+    size = replicas.batch.size
+    fast = [1 / max(replicas.seconds(device, size), 1e-30) for device in devices]
+    free = [max(replicas.of(device, 1, first=not at).free_bytes, 1) for at, device in enumerate(devices)]
+    shares = [even_shares(size, len(devices))]
+    for parts in (fast, free):
+        shares.append(proportional_shares(size, [max(1, round(1e6 * part / sum(parts))) for part in parts]))
+    best = min((replicas.run(cluster, devices, rows) for rows in dict.fromkeys(shares)), key=cost)
     equal = len({(device.speed, device.memory_bytes) for device in devices}) == 1
-    step = 0 if equal and best.lacking.free_bytes >= 0 else max(1, size // (2 * count))
+    step = 0 if equal and best.lacking.free_bytes >= 0 else max(1, size // (2 * len(devices)))
     while step:
         moved = (
             tuple(own + step * ((at == to) - (at == away)) for at, own in enumerate(best.rows))
-            for away, to in permutations(range(count), 2) if best.rows[away] > step
+            for away, to in permutations(range(len(devices)), 2) if best.rows[away] > step
         )  # fmt: skip
         least = min((replicas.run(cluster, devices, rows) for rows in moved), key=cost, default=best)
         lack, value = cost(best)
