@@ -100,14 +100,11 @@ def _routed_seconds(profile: Profile, device: Device, moves: Flow, mine: np.ndar
     more = 0.0
     for routed in routed_modules(profile.graph):
         seconds = op_seconds(profile, device)[routed.ops]
-        here = sum(device_of_module(path, moves) == device.name for path in routed.members)
+        devices = (next((at for name, at in moves.tensor_device.items() if is_below(name, path)), "")
+                   for path in routed.members)  # fmt: skip
+        here = sum(at == device.name for at in devices)
         more += float(seconds.sum()) * here / len(routed.members) - float(seconds[mine[routed.ops]].sum())
     return more
-
-
-def device_of_module(path: str, moves: Flow) -> str:
-    """Return the device of a module's first tensor; "" of one without."""
-    return next((device for name, device in moves.tensor_device.items() if is_below(name, path)), "")
 
 
 def transfer_of(copy: Copy, cluster: Cluster) -> Transfer:

@@ -22,7 +22,9 @@ STORES = ("cpu", "disk")
 
 def with_hint(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
     """Return the plan with a reason more where quantised weights would fit on its accelerators and be faster."""
-    if not _lacks_room(plan, cluster) or profile.workload.training or profile.source is None:
+    elsewhere = {*plan.placements.values(), *plan.offloaded.values()}.intersection(STORES)
+    lacks_room = bool(elsewhere) and any(device.name.startswith("cuda") for device in cluster.devices)
+    if not lacks_room or profile.workload.training or profile.source is None:
         return plan
     seconds = price(plan, profile, cluster, lower_bound_seconds=0.0).latency_seconds
     try:
@@ -47,9 +49,3 @@ def with_hint(plan: Plan, profile: Profile, cluster: Cluster) -> Plan:
         )
         return replace(plan, reasons=(*plan.reasons, hint))
     return plan
-
-
-def _lacks_room(plan: Plan, cluster: Cluster) -> bool:
-    """Whether accelerators are there, and something is computed or kept elsewhere."""
-    elsewhere = {*plan.placements.values(), *plan.offloaded.values()}.intersection(STORES)
-    return bool(elsewhere) and any(device.name.startswith("cuda") for device in cluster.devices)

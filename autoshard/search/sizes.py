@@ -107,7 +107,8 @@ def _planned_anew(profile: Profile, other: Cluster, sizes: Workload, plan_anew: 
         with contextlib.suppress(AutoshardError):
             made = plan_anew(other)
             return _cell(made, price(made, profile, other), sizes, other)
-    return _nothing(sizes, other)
+    count, card = _named(other)
+    return Cell(batch=sizes.batch_size or 0, tokens=sizes.sequence_length or 0, devices=count, card=card)
 
 
 def _other_sizes(sizes: Workload) -> tuple[list[Workload], list[Workload]]:
@@ -164,11 +165,6 @@ def _cell(plan: Plan, found: Estimate, sizes: Workload, other: Cluster | None = 
         mesh="this plan" if other is None else plan.strategy, tokens_per_second=rate,
         full=found.fullest.peak_bytes / max(found.fullest.memory_bytes, 1),
     )  # fmt: skip
-
-
-def _nothing(sizes: Workload, other: Cluster) -> Cell:
-    count, card = _named(other)
-    return Cell(batch=sizes.batch_size or 0, tokens=sizes.sequence_length or 0, devices=count, card=card)
 
 
 def _named(cluster: Cluster) -> tuple[int, str]:

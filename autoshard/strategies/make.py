@@ -57,7 +57,9 @@ def make_plan(
     goal = cast(Objective, objective)
     chain = chain_from_profile(profile, limited, pins=fixed, units=units)
     found, cold = _placed(profile, limited, units, chain, strategy, goal)
-    streams = may_stream(profile, cluster) and (found is None or _leaves_accelerators(found, limited, objective))
+    # What accelerators had no room for, and the CPU computes, may be faster brought.
+    left = found is not None and "cpu" in found.placements.values() and set(limited.names) != {"cpu"}
+    streams = may_stream(profile, cluster) and (found is None or (left and goal != "memory"))
     if streams and (found is None or streaming_bound(profile, cluster, goal, computing) < _value(found, goal)):
         offloaded = offload(
             profile, cluster, units, fixed,
@@ -109,12 +111,6 @@ def _computing(profile: Profile, cluster: Cluster) -> tuple[str, ...]:
     if not names:
         raise SpecError('"disk" computes nothing. Give a device that does, as in {"cpu": "4GiB", "disk": "100GiB"}.')
     return names
-
-
-def _leaves_accelerators(found: Checked, cluster: Cluster, objective: str) -> bool:
-    """Whether a plan computes on the CPU what accelerators had no room for; then streaming may be faster."""
-    used = set(found.placements.values())
-    return objective != "memory" and "cpu" in used and set(cluster.names) != {"cpu"}
 
 
 def _plan(
