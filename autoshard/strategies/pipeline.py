@@ -44,6 +44,11 @@ _DOZEN, _PRICED_OPS = 12, 12_000
 """Stages that are priced, and ops of the run, times those; three are in any case."""
 _CLOSE, _AS_GOOD = 1.5, 1.002
 """How much worse than the best, by the formula, what is priced may be; what counts as equal."""
+_ROOMS = (1.0, 1.25, 0.85, 0.7, 0.5)
+"""Parts of the memory that are searched with: what a stage holds is known roughly before it is priced.
+
+More than all of it only where something is recomputed; less as long as something does not fit.
+"""
 _AGAIN = 4 / 3
 """Seconds of a stage that recomputes, over those of one that does not: backward takes twice as long as forward."""
 _CUTS_PER_STAGE, _ENOUGH = 2, 64
@@ -102,15 +107,16 @@ def pipeline(
         few = part_of_batch(profile, batch, -(-batch.size // m))
         return replace(few, workload=replace(few.workload, optimizer="none"))
 
-    sets = _device_sets(profile, devices, len(units.paths))
-    every = (
-        (some, m) for some in sets for m in ([num_microbatches] if num_microbatches else _parts(batch.size, len(some)))
-    )
-    found = (one for some, m in every for one in _stages(profile, part(m), used, some, m, goal))
-    different = {(*(device.name for device in one.devices), one.begins, one.recompute, one.microbatches): one
-                 for one in found}  # fmt: skip
-    stages = sorted(different.values(), key=lambda one: (float(f"{one.value:.3g}"), one.simplicity))
-    best, closest = _best(stages, partial(_write, profile, batch, objective), price, goal, len(profile.graph.ops))
+    def searched(room: float) -> list[Stages]:
+        sets = _device_sets(profile, devices, len(units.paths))
+        wanted = [num_microbatches] if num_microbatches else None
+        every = ((some, m) for some in sets for m in wanted or _parts(batch.size, len(some)))
+        found = (one for some, m in every for one in _stages(profile, part(m), used, some, m, goal, room))
+        different = {(*(device.name for device in one.devices), one.begins, one.recompute, one.microbatches): one
+                     for one in found}  # fmt: skip
+        return sorted(different.values(), key=lambda one: (float(f"{one.value:.3g}"), one.simplicity))
+
+    best, closest = _best(searched, partial(_write, profile, batch, objective), price, goal, len(profile.graph.ops))
     if best is None:
         raise PlanError(_refusal(closest, devices))
     plan, estimate = best
@@ -151,8 +157,8 @@ def _parts(size: int, pp_ranks: int) -> list[int]:
 
 
 def _stages(
-    profile: Profile, part: Profile, cluster: Cluster, devices: tuple[Device, ...], m: int, goal: str
-) -> Iterator[Stages]:
+    profile: Profile, part: Profile, cluster: Cluster, devices: tuple[Device, ...], m: int, goal: str, room: float
+) -> Iterator[Stages]:  # fmt: skip
     """Stages whose slowest is as fast as can be, or whose fullest is as empty, with m micro-batches.
 
     In training a device holds the activations of all of them, or with recomputation what came into each layer. Devices
@@ -168,7 +174,7 @@ def _stages(
     plain = replace(whole, edge_tensor=whole.edge_tensor[inner], edge_unit=whole.edge_unit[inner])
     again = _recomputing(profile, plain, layer, m) if training else None
     runs = np.bincount(layer[units.op_unit], op_seconds(profile, devices[0]) > 0, whole.num_units)
-    capacity = Room.of(whole.capacity_bytes)
+    capacity = Room.of(room * whole.capacity_bytes)
     for chain in (plain, _copied_at_once(whole), *((again, _copied_at_once(again)) if again is not None else ())):
         found = balanced(StageCosts(chain), capacity, "memory" if goal == "memory" else "throughput", all_used=True)
         if found is None:
@@ -242,26 +248,33 @@ def _about(seconds: np.ndarray, launches: np.ndarray, m: int, busiest: bool) -> 
 
 
 def _best(
-    stages: Sequence[Stages], write: Callable[[Stages], Plan], price: Callable[[Plan], Estimate], goal: str, ops: int
+    searched: Callable[[float], list[Stages]], write: Callable[[Stages], Plan], price: Callable[[Plan], Estimate],
+    goal: str, ops: int,
 ) -> tuple[tuple[Plan, Estimate] | None, Estimate | None]:  # fmt: skip
     """The best plan that fits, and what lacks least of those that don't; between equals the simplest."""
     best: tuple[float, Stages, Plan, Estimate] | None = None
     closest: Estimate | None = None
-    for one in stages[: max(3, min(_DOZEN, _PRICED_OPS // max(ops, 1)))]:
-        if best is not None and one.value > stages[0].value * _CLOSE:
-            break
-        plan = write(one)
-        try:
-            estimate = price(plan)
-        except PlanError:  # stages that can't be cut there
+    too_full = False
+    for room in _ROOMS:
+        if best is not None and not (too_full if room < 1 else any(best[1].recompute)):
             continue
-        exact = value_of(estimate, goal, plan.workload.training)
-        if not estimate.fits:
-            closest = estimate if closest is None or _lacking(estimate) < _lacking(closest) else closest
-        elif best is None or exact < best[0] / _AS_GOOD or (
-            exact <= best[0] * _AS_GOOD and one.simplicity < best[1].simplicity
-        ):  # fmt: skip
-            best = exact, one, plan, estimate
+        found, too_full = searched(room), False
+        for one in found[: max(3, min(_DOZEN, _PRICED_OPS // max(ops, 1)))]:
+            if best is not None and one.value > found[0].value * _CLOSE:
+                break
+            plan = write(one)
+            try:
+                estimate = price(plan)
+            except PlanError:  # stages that can't be cut there
+                continue
+            exact = value_of(estimate, goal, plan.workload.training)
+            if not estimate.fits:
+                too_full = True
+                closest = estimate if closest is None or _lacking(estimate) < _lacking(closest) else closest
+            elif best is None or exact < best[0] / _AS_GOOD or (
+                exact <= best[0] * _AS_GOOD and one.simplicity < best[1].simplicity
+            ):  # fmt: skip
+                best = exact, one, plan, estimate
     return None if best is None else best[2:], closest
 
 
