@@ -82,7 +82,7 @@ def rank_table(plan: Plan, estimate: Estimate) -> Table:
         ]
         for rank in estimate.ranks
     ]  # fmt: skip
-    columns = [Column(title="Ranks", flexible=True), *numbers("Peak", "Kernels", "Waits", "Idle")]
+    columns = [Column(title="Devices", flexible=True), *numbers("Peak", "Kernels", "Waits", "Idle")]
     return Table(label="Seconds of kernels, of waiting for communication, and idle", columns=columns, rows=rows)
 
 

@@ -10,7 +10,6 @@ from autoshard.common.sizes import format_bytes, format_seconds
 from autoshard.engine.estimate import DeviceEstimate, Transfer
 from autoshard.engine.pricer import price
 from autoshard.plan import Plan, PlanDevice
-from autoshard.plan.sharding import proportional_shares
 from autoshard.profile.profile import ModuleProfile, Profile
 from autoshard.report.layout import Column, Table, numbers
 from autoshard.report.words import fold, runs
@@ -269,11 +268,18 @@ MANY_DEVICES = 16
 
 
 def cut_bar(parts: Sequence[int], total: int, width: int) -> list[int]:
-    """Return cells per part so that they fill their share of `width`; what is left is free.
+    """Return cells per part so that they fill their share of `width`, by the largest remainder; what is left is free.
 
     A device that is over full fills the bar.
     """
     used = sum(parts)
-    cells = min(width, -(-width * used // max(total, used, 1)))
-    shares = iter(proportional_shares(cells, [part for part in parts if part]))
-    return [next(shares) if part else 0 for part in parts]
+    whole = max(total, used, 1)
+    cells_used = min(width, -(-width * used // whole)) if used else 0
+    if used:
+        exact = [cells_used * part / used for part in parts]
+        cells = [int(value) for value in exact]
+        by_remainder = sorted(range(len(parts)), key=lambda i: cells[i] - exact[i])
+        for i in by_remainder[: cells_used - sum(cells)]:
+            cells[i] += 1
+        return cells
+    return [0] * len(parts)
