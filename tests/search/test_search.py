@@ -13,6 +13,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.engine.recipe import Recipe
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.workload import Workload
@@ -20,7 +21,7 @@ from autoshard.search.best import AS_GOOD, price_recipe, search
 from autoshard.search.choose import choose
 from autoshard.search.compared import compare_processes
 from autoshard.search.estimates import estimate_processes
-from autoshard.search.limits import Asked, parse_mesh
+from autoshard.search.limits import Asked, Limits, check_given, parse_mesh
 from autoshard.search.processes import make_task, plan_processes, recipe_of
 from autoshard.search.reasons import remedy, take_less
 from autoshard.search.traced import trace, why_undivided
@@ -594,3 +595,12 @@ def test_training_in_float64_keeps_twice_as_much_and_computes_at_its_own_rate():
     single, double = found
     weights = [one.memory.curve[0].bytes["weights"] for one in (single, double)]
     assert weights[1] == 2 * weights[0] and double.compute_seconds > 8 * single.compute_seconds
+
+
+def test_experts_are_divided_among_replicas_only():
+    limits = Limits(samples=8, tokens=64, layers=4, tensor=(1, 2, 4, 8), experts=8, attention=True)
+    with pytest.raises(PlanError, match="tp=4,ep=4: experts are divided among replicas"):
+        check_given(Asked(mesh={"tp": 4, "ep": 4}), limits, 4, training=True)
+    with pytest.raises(SpecError, match="experts are divided among replicas: the 2 of dp, fsdp and cp"):
+        Recipe(fsdp=2, tp=4, ep=4)
+    check_given(Asked(mesh={"fsdp": 4, "tp": 2, "ep": 4}), limits, 8, training=True)
