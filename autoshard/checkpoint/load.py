@@ -116,7 +116,7 @@ def _devices_between_calls(
         if device is None or problem is not None:
             raise problem or ApplyError("this process has no device.")
         staged = plan.mesh is not None and plan.mesh.pp > 1
-        own = own_names(plan, ranks, tensors) if staged else set(tensors)
+        own = own_names(model, plan, ranks, tensors) if staged else set(tensors)
         return {name: device if name in own else META for name in tensors}
     check_belongs(model, plan, tensors)
     execution_devices = resolve_execution_devices(plan.placements, [path for path, _ in model.named_modules()], tensors)

@@ -24,10 +24,10 @@ from autoshard.plan.tp_plan import write_tp_plan
 from autoshard.plan.workload import Workload
 
 WRITTEN_IF_USED = frozenset({"cuts", "whole", "results", "offloaded", "mesh", "batch", "stages", "layers", "target",
-                             "kept_layers", "sequence_parallel", "divided_outputs"})  # fmt: skip
+                             "kept_layers", "sequence_parallel", "divided_outputs", "alike"})  # fmt: skip
 """Fields that most plans do not use, and leave out."""
 PROCESS_FIELDS = ("launch", "micro_batch", "recompute", "kept_layers", "precision", "compiled", "sequence_parallel",
-                  "divided_outputs")  # fmt: skip
+                  "divided_outputs", "alike")  # fmt: skip
 """Fields that only plans for processes have."""
 PLAN_VARIABLE = "AUTOSHARD_PLAN"
 """Environment variable by which `autoshard run --plan` tells a script its plan."""
@@ -73,6 +73,8 @@ class Plan:
         recompute: "none", "selective" (the output of attention and every second product are kept) or "full".
         sequence_parallel: ranks that share matrices divide the tokens between them in training, where that is sound.
         divided_outputs: logits of which ranks compute the loss in parts, in training, are given out as a `DTensor`.
+        alike: paths of modules whose shapes inside depend on values, and which give one tensor as large as what they
+            are given: ranks of other stages need not run them to know it.
         kept_layers: the last layers, so many, keep all of their activations nevertheless.
         precision: of training, a key of `engine.precision.PRECISIONS`; else the dtype of weights; "" as the model is.
         compiled: the modules are to be compiled.
@@ -106,6 +108,7 @@ class Plan:
     kept_layers: int = 0
     sequence_parallel: bool = True
     divided_outputs: bool = False
+    alike: tuple[str, ...] = ()
     precision: str = ""
     compiled: bool = False
 

@@ -20,6 +20,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, Results
 from autoshard.runtime.agreement import RankState, agree, digest_of, state_of_rank, together
+from autoshard.runtime.answering import answers, hook_answers, shared_by_all, stage_modules
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
@@ -112,11 +113,11 @@ def _agreed(
             check_stages(plan, tensors)
             if shards_stages(plan):
                 check_shardable(model, plan)
-            record = _record(plan, ranks, device, tensors)
+            record = _record(model, plan, ranks, device, tensors)
             if not loaded:
                 check_filled({name: tensor for name, tensor in tensors.items() if record.has(name)})
             state = _rank_state(model, plan, device)
-            if plan.cuts or (plan.launch and plan.workload.training):
+            if not answers(plan) and (plan.cuts or (plan.launch and plan.workload.training)):
                 record.extras["skeleton"] = skeleton_of(model, plan)
     except Exception as found:
         error = found
@@ -131,6 +132,8 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
     refuse_methods(model, *MOVES, *(COPIES if shards_stages(record.plan) else (SHARE,)))
+    if answers(record.plan):
+        marked.handles += hook_answers(model, record, stage_modules(model, record.plan))
     if not hasattr(model, "no_sync"):
         stand_in(model, "no_sync", contextlib.nullcontext)  # each step sums what its own micro-batches made
     pp_ranks: dict[str, set[int]] = {}
@@ -140,7 +143,7 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     record.around = tuple(path for path, of_path in pp_ranks.items() if len(of_path) > 1)
     for path, module in model.named_modules():
         marked.handles += StagesState(record, path).put_on(module)
-        if path and path in pp_ranks and parent(path) in record.around:
+        if path and path in pp_ranks and parent(path) in record.around and not answers(record.plan):
             marked.handles.append(module.register_forward_pre_hook(marked.refuse))
 
 
@@ -215,11 +218,6 @@ def check_stages(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> None:
                 f"stage {number} of the plan ({listed}) has no parameters. Plan with fewer stages than "
                 f"{len(plan.stages)}."
             )
-    if plan.workload.new_tokens:
-        raise PlanError(
-            "generate() does not run in stages over processes: a cache belongs to the model's own code. Share every "
-            f'layer instead: plan with mesh="tp={len(plan.devices)}" or strategy="column-parallel".'
-        )
 
 
 def stage_of_tensors(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
@@ -234,24 +232,27 @@ def stage_of_tensors(plan: Plan, tensors: Mapping[str, torch.Tensor]) -> dict[st
     return found
 
 
-def own_names(plan: Plan, ranks: ProcessRanks, tensors: Mapping[str, torch.Tensor]) -> set[str]:
+def own_names(model: nn.Module, plan: Plan, ranks: ProcessRanks, tensors: Mapping[str, torch.Tensor]) -> set[str]:
     """The parameters and buffers of this process's stages. Raises `PlanError` if a plan is not for these tensors."""
     check_stages(plan, tensors)
-    record = _record(plan, ranks, META, tensors)
+    record = _record(model, plan, ranks, META, tensors)
     return {name for name in tensors if record.has(name)}
 
 
 def _record(
-    plan: Plan, ranks: ProcessRanks, device: torch.device, tensors: Mapping[str, torch.Tensor]
+    model: nn.Module, plan: Plan, ranks: ProcessRanks, device: torch.device, tensors: Mapping[str, torch.Tensor]
 ) -> PipelineRecord:
     mesh = plan.mesh
     assert mesh is not None
     replica, pp_rank, tensor_rank = mesh.place(ranks.rank)
     stages = stage_of_tensors(plan, tensors)
     holders: dict[str, tuple[int, ...]] = {}
+    common = shared_by_all(model, plan) if answers(plan) else set()
     for names in tied_groups(tensors):
-        places = sorted({stages[name] for name in names})
-        holders.update(dict.fromkeys(names, tuple(dict.fromkeys(stage % mesh.pp for stage in places))))
+        places = [stage % mesh.pp for stage in sorted({stages[name] for name in names})]
+        if not common.isdisjoint(names):
+            places += range(mesh.pp)
+        holders.update(dict.fromkeys(names, tuple(dict.fromkeys(places))))
     return PipelineRecord(
         plan=plan,
         ranks=ranks,
@@ -330,7 +331,7 @@ def _resting(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> dic
     parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def stays(name: str) -> bool:
-        small = name not in parameters and tensors[name].numel() <= SMALL_BUFFER
+        small = name not in parameters and tensors[name].numel() <= SMALL_BUFFER and not answers(record.plan)
         return record.has(name) or (small and not tensors[name].is_meta)
 
     return {

@@ -164,7 +164,7 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
 
     cut, spread, long = (launched.is_divided_here(plan, degree) for degree in ("tp", "ep", "cp"))
     staged = launched.is_staged_here(plan)
-    if cut or staged or spread or long:
+    if cut or staged or spread or long or launched.answers_in_stages(plan):
         launched.check_launched(plan)
         check_whole(model)
     if spread or long:
@@ -197,6 +197,11 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
             divides_tokens=plan.workload.training and plan.sequence_parallel and plan.mesh.pp == 1,
         )  # fmt: skip
         plan = launched.with_cuts(plan, found)
+    if launched.answers_in_stages(plan):
+        from autoshard.runtime.answering import find_alike, stage_modules
+        from autoshard.search.traced import trace
+
+        plan = replace(plan, alike=find_alike(trace(model, inputs, plan.workload).graph, stage_modules(model, plan)))
     return launched.with_divided_outputs(plan) if plan.divided_outputs else plan
 
 

@@ -108,9 +108,9 @@ def search(task: SearchTask) -> Searched:
         longest = WORTH_KEEPING * min(one.seconds for one in found)
         found = [_changed(task, one) if one.seconds <= longest else one for one in found]
     ranking = _best_of_meshes(found, task.goal)
-    able = [one for one in ranking if is_run(task, one.recipe)] or ranking
+    able = ranking
     if task.given.strategy == "fsdp":
-        able = [one for one in able if one.recipe.fsdp > 1] or able  # whole replicas are ddp
+        able = [one for one in ranking if one.recipe.fsdp > 1] or ranking  # whole replicas are ddp
     good = [one for one in able if one.value(task.goal) <= able[0].value(task.goal) * AS_GOOD]
     return Searched(best=min(good, key=_simplicity), ranking=tuple(ranking), closest=closest, priced=count)
 
@@ -126,11 +126,6 @@ def _best_of_meshes(found: Iterable[RecipeEstimate], goal: Objective) -> list[Re
 def _changed(task: SearchTask, one: RecipeEstimate) -> RecipeEstimate:
     """The same recipe with other stages, or with fewer layers recomputed, where that is faster."""
     return _balancing(task, one) if one.recipe.pp > 1 else _keeping(task, one)
-
-
-def is_run(task: SearchTask, recipe: Recipe) -> bool:
-    """Whether `apply` carries it out: generate() runs in no stages over processes."""
-    return not task.new_tokens or recipe.pp == 1
 
 
 def _keeping(task: SearchTask, one: RecipeEstimate) -> RecipeEstimate:
@@ -247,7 +242,9 @@ def _least_recomputed(task: SearchTask, modes: list[Recipe], prepare: Callable[[
 
 def _answers(task: SearchTask, devices: int) -> Iterator[Tried]:
     for mesh in meshes(devices, task.topology.devices_per_host, task.limits, task.given, training=False):
-        recipes = answer_recipes(mesh, task.limits, task.given, task.precision, task.stack)
+        recipes = answer_recipes(
+            mesh, task.limits, task.given, task.precision, task.stack, generates=task.new_tokens > 0
+        )
         yield from _those_that_run(recipes, partial(price_recipe, task))
 
 

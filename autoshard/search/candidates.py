@@ -6,6 +6,7 @@ from typing import Any, cast, get_args
 
 from autoshard.engine.precision import Precision
 from autoshard.engine.recipe import Recipe, Recompute, Stack
+from autoshard.errors import SpecError
 from autoshard.plan import Mesh
 from autoshard.search.limits import LONG_SEQUENCE, Asked, Limits
 
@@ -76,14 +77,20 @@ def step_recipes(
             yield [replace(recipe, recompute=cast(Any, mode)) for mode in modes]
 
 
-def answer_recipes(mesh: Mesh, limits: Limits, given: Asked, precision: Precision, stack: Stack) -> Iterator[Recipe]:
-    """Recipes of a mesh for answers: with stages, sequences may take turns in groups."""
+def answer_recipes(
+    mesh: Mesh, limits: Limits, given: Asked, precision: Precision, stack: Stack, *, generates: bool
+) -> Iterator[Recipe]:
+    """Recipes of a mesh for answers: with stages, sequences may take turns in groups, but not in generate()."""
     own = -(-limits.samples // mesh.dp)
-    counts = {1, min(own, mesh.pp)} if mesh.pp > 1 and limits.divisible else {1}
+    counts = {1, min(own, mesh.pp)} if mesh.pp > 1 and limits.divisible and not generates else {1}
     if given.num_microbatches:
         counts = {given.num_microbatches}
     elif given.micro_batch:
         counts = {-(-own // given.micro_batch)}
+    if generates and mesh.pp > 1 and counts != {1}:
+        if "pp" in given.mesh:
+            raise SpecError("generate() runs all sequences of a batch at once in stages: leave micro-batches out.")
+        return
     for count in sorted(counts):
         yield on_mesh(
             mesh, micro_batch=-(-own // count), num_microbatches=count, schedule="gpipe", precision=precision,

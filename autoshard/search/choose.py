@@ -59,7 +59,8 @@ def choose(model: nn.Module, inputs: Any, workload: Workload, cluster: Cluster, 
     running = not forced and _is_running(cluster, workload, asked)
     stated = workload.batch_size is not None or inputs is not None
     least = 1 if workload.new_tokens or (workload.training and stated) else 2
-    stages = asked.strategy == "pipeline" and workload.new_tokens > 0  # generate() runs in stages in one process only
+    hosts = {device.host for device in cluster.devices}
+    stages = asked.strategy == "pipeline" and workload.new_tokens > 0 and len(hosts) == 1  # one process does the same
     equal = forced or running or (not stages and _considered(cluster, least, asked))
     if not equal and not (_one_by_one(workload, asked) and _considered(cluster, least, asked, unequal=True)):
         return None

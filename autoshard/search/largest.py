@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from autoshard.cluster.cluster import Cluster
 from autoshard.errors import AutoshardError, PlanError
 from autoshard.plan.workload import Workload
-from autoshard.search.best import is_run, search
+from autoshard.search.best import search
 from autoshard.search.choose import Chosen
 from autoshard.search.traced import SHORT_TOKENS
 
@@ -143,8 +143,6 @@ def largest_chosen(
 def _fullness(chosen: Chosen, batch: int) -> float:
     """How full the fullest device is with another batch. Raises `PlanError` where no recipe fits."""
     best = search(replace(chosen.task, limits=replace(chosen.task.limits, samples=batch))).best
-    assert chosen.plan.mesh is not None
-    runs = chosen.plan.mesh.pp == 1  # as `apply` carries out: then a larger batch has to run as well
-    if best is None or (runs and not is_run(chosen.task, best.recipe)):
+    if best is None:
         raise PlanError(f"no recipe fits with a batch of {batch}.")
     return best.memory.used / max(1, chosen.estimate.fullest.memory_bytes)

@@ -78,7 +78,6 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     card = weakest_card(computing_devices(cluster), compute)
     card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
     given = replace(asked, axes=STRATEGY_AXES[asked.strategy])
-    # generate() runs in no stages, so a model that is larger than a host shares its matrices over hosts
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
     limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided or "")
     check_given(given, limits, topology.devices, training=training)
@@ -168,7 +167,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         devices=tuple(map(plan_device, devices)),
         placements=placements,
         num_microbatches=recipe.num_microbatches,
-        schedule=recipe.schedule if recipe.pp > 1 else "none",
+        schedule=recipe.schedule if recipe.pp > 1 and not traced.workload.new_tokens else "none",
         fingerprint=traced.graph.fingerprint,
         mesh=Mesh(**degrees, stages_outermost=recipe.pp > 1 and recipe.replicas > 1),  # as they are priced
         stages=stages,

@@ -9,7 +9,7 @@ from autoshard.engine.memory import Memory, RecipeEstimate
 from autoshard.engine.precision import FEWER_BITS, PRECISIONS, inference_precision
 from autoshard.engine.recipe import Recipe
 from autoshard.plan.choices import Objective
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, is_run, search
+from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, search
 
 NO_LESS = 0.95
 """Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
@@ -75,12 +75,8 @@ def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
         yield f"no replicas{more}: {task.limits.why_not.removesuffix('.')}"
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
-        yield f"stages run by the schedule {recipe.schedule}{per_rank}"
-    if not is_run(task, recipe):
-        yield (
-            "this is priced only: apply runs generate() in no stages over processes, and nothing without stages fits; "
-            "serve it with what does, or take more devices or fewer bits (--dtype int8)"
-        )
+        turns = "stages take turns: every rank runs the model's own forward, and computes its stages"
+        yield turns if task.new_tokens else f"stages run by the schedule {recipe.schedule}{per_rank}"
 
 
 def _counted(count: int, one: str, more: str = "") -> str:
@@ -126,9 +122,8 @@ def _others(task: SearchTask, found: Searched) -> Iterator[str]:
         kinds.add(_kind(other.recipe))
         shown += 1
         factor = other.value(task.goal) / best.value(task.goal)
-        why = "" if is_run(task, other.recipe) or not is_run(task, best.recipe) else "; generate() runs in no stages"
         long = f"{format_seconds(other.seconds)}, {beside(factor, task.goal)}"
-        yield f"not chosen: {shown_mesh(other.recipe)}: {long}{why}"
+        yield f"not chosen: {shown_mesh(other.recipe)}: {long}"
     fit = _counted(len(found.ranking), "mesh fits", "meshes fit")
     yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
 

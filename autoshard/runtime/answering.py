@@ -1,0 +1,241 @@
+"""Answers of a model in stages: every process runs the model's own forward, and generate(), and computes its stages.
+
+                      rank of stage 0                      rank of stage 1
+    embed, layers.0   computed                             run on meta: shapes alone, a cache grows as it does there
+    code between      computed on what all ranks have; what one stage has is sent where values are needed
+    layers.1, head    run on meta                          computed
+    outputs           on all ranks, so that all sample the same token
+
+While one stage computes, the others run it on meta, so the host's work for it costs no time.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.common.module_paths import is_below, is_container, join
+from autoshard.errors import ApplyError, first_line
+from autoshard.nested import flat_tensors, leaves_in, map_tensors
+from autoshard.plan import Plan
+from autoshard.runtime.agreement import SameInputs
+from autoshard.runtime.around import surround
+from autoshard.runtime.moves import named_tensors, set_data
+from autoshard.runtime.pipeline_record import PipelineRecord
+from autoshard.runtime.stage_tensor import INSTEAD, StageTensor
+
+
+def answers(plan: Plan) -> bool:
+    """Whether the stages of a plan run in the model's own forward, not by a schedule."""
+    return plan.workload.new_tokens > 0 and not plan.workload.training
+
+
+def stage_modules(model: nn.Module, plan: Plan) -> dict[str, int]:
+    """Path of every module that one stage computes -> the stage's position.
+
+    Containers are never called, so what is in them counts; modules without parameters are run by every rank.
+    """
+    assert plan.mesh is not None
+    modules = dict(model.named_modules())
+    found: dict[str, int] = {}
+    for number, stage in enumerate(plan.stages):
+        waiting = [path for path in stage.paths if path in modules]
+        while waiting:
+            path = waiting.pop()
+            if is_container(modules[path]):
+                waiting += [join(path, name) for name, _ in modules[path].named_children()]
+            elif path in modules and next(modules[path].parameters(), None) is not None:
+                found[path] = number % plan.mesh.pp
+    return found
+
+
+def shared_by_all(model: nn.Module, plan: Plan) -> set[str]:
+    """Names of the tensors that the code between stages may read: every rank has them."""
+    owned = stage_modules(model, plan)
+    return {name for name in named_tensors(model) if not any(is_below(name, path) for path in owned)}
+
+
+def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]) -> list[Any]:
+    """Let an applied model be called, with or without generate(); returns handles."""
+    forward = _Forward(record)
+    paths = dict(model.named_modules())
+    inside = {path for path in paths for outer in modules if path != outer and is_below(path, outer)}
+    handles: list[Any] = []
+    filled = _filled(model, record, modules)
+    for path, module in paths.items():
+        if path in inside or is_container(module):
+            continue
+        call: Any = forward
+        if path in modules:
+            call = _StageCall(forward, path, modules[path], path in filled)
+            surround(module, partial(_explained, path))
+        handles.append(module.register_forward_pre_hook(call.enter, with_kwargs=True, prepend=True))
+        handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True))
+    for path in record.plan.alike:
+        stage = next((modules[outer] for outer in modules if is_below(path, outer)), None)
+        if stage == record.pp_rank:
+            handles.append(paths[path].register_forward_hook(partial(_check_alike, path), with_kwargs=True))
+        elif stage is not None:
+            surround(paths[path], _stand_in)
+    same = SameInputs(record.across)
+    handles.append(model.register_forward_pre_hook(same, with_kwargs=True, prepend=True))
+    return handles
+
+
+def _filled(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]) -> set[str]:
+    """Give zeros to stages of other ranks by whose first parameter code asks a model for its device; returns paths.
+
+    They take no memory, and such modules compute on them, as those do that share a parameter with a stage of this rank:
+    what they make of it is not used.
+    """
+    others = [path for path, stage in modules.items() if stage != record.pp_rank]
+    shared = {name for name in named_tensors(model) if record.has(name)}
+    found = {path for path in others if any(is_below(name, path) for name in shared)}
+    for path, module in model.named_modules():
+        name = next((join(path, name) for name, _ in module.named_parameters()), "")
+        inside = any(is_below(path, outer) for outer in modules)
+        if not inside and name and not record.has(name):
+            found |= {outer for outer in modules if is_below(name, outer)}
+    for name, tensor in named_tensors(model).items():
+        if tensor.is_meta and any(is_below(name, path) for path in found):
+            set_data(tensor, torch.zeros((), dtype=tensor.dtype, device=record.device).expand(tensor.shape))
+    return found
+
+
+class _Forward:
+    """What the hooks of a model share: how deep calls are nested, and how values get to the other ranks."""
+
+    def __init__(self, record: PipelineRecord) -> None:
+        self.record, self.depth = record, 0
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin the call of a module whose code runs on every rank."""
+        self.depth += 1
+
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """End it, also after an error."""
+        self.depth -= 1
+        return self.given_out(result)
+
+    def given_out(self, result: Any) -> Any:
+        """What a call gives: of the outermost one, what all ranks have."""
+        if self.depth:
+            return result
+        return map_tensors(result, lambda one: one.everywhere() if isinstance(one, StageTensor) else one)
+
+    def send(self, value: torch.Tensor, stage: int) -> torch.Tensor:
+        """Give all ranks the values of a tensor that one stage has."""
+        record = self.record
+        if stage == record.pp_rank:
+            sent = value.detach().contiguous()
+            record.across.broadcast(_bytes_of(sent), stage)
+            return value
+        made = torch.empty(value.shape, dtype=value.dtype, device=record.device)
+        record.across.broadcast(_bytes_of(made), stage)
+        return made
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor: not every backend sends every dtype."""
+    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return flat.reshape(-1).view(torch.uint8)
+
+
+class _StageCall:
+    """Around the call of a module that one stage computes."""
+
+    def __init__(self, forward: _Forward, path: str, stage: int, filled: bool) -> None:
+        self.forward, self.path, self.stage, self.filled = forward, path, stage, filled
+        self.given: list[dict[int, StageTensor]] = []
+
+    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Take what the module is given: values where it is computed, shapes elsewhere."""
+        self.forward.depth += 1
+        known: dict[int, StageTensor] = {}
+        self.given.append(known)
+        own = self.stage == self.forward.record.pp_rank
+
+        def take(one: torch.Tensor) -> torch.Tensor:
+            made = one
+            if isinstance(one, StageTensor):
+                made = one.value if one.stage == self.stage else one.everywhere()
+            if own and made.is_meta:
+                raise ApplyError(f"{self.path} is given a tensor that other ranks have. {INSTEAD}")
+            if not own:
+                made = self._without_values(made)
+            if isinstance(one, StageTensor):
+                known[id(made)] = one
+            return made
+
+        return map_tensors((args, kwargs), take)
+
+    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+        """Give out what the module made, as tensors of its stage."""
+        forward, own = self.forward, self.stage == self.forward.record.pp_rank
+        forward.depth -= 1
+        known = self.given.pop()
+
+        def made(one: torch.Tensor) -> torch.Tensor:
+            if id(one) in known:
+                return known[id(one)]
+            if own and one.is_meta:
+                raise ApplyError(f"{self.path} made a tensor of what other ranks have. {INSTEAD}")
+            value = one.detach() if own else one.detach().to("meta")
+            return StageTensor(value, self.stage, forward.send, forward.record.device)
+
+        return forward.given_out(map_tensors(result, made))
+
+    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not self.filled:
+            return tensor if tensor.is_meta else tensor.detach().to("meta")
+        if not tensor.is_meta:
+            return tensor
+        return torch.zeros((), dtype=tensor.dtype, device=self.forward.record.device).expand(tensor.shape)
+
+
+def _explained(path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward; what fails because other ranks have a tensor is told as that."""
+    try:
+        return forward(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if "meta" in str(error):
+            raise ApplyError(f"{path} uses what another rank has computed: {first_line(error)} {INSTEAD}") from error
+        raise
+
+
+def _stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a module gives whose result is as large as what it is given, and which can't run on shapes alone."""
+    return flat_tensors((args, kwargs))[0] if _of_tensors(args, kwargs) else forward(*args, **kwargs)
+
+
+def _of_tensors(args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a module is given tensors and numbers alone: no cache, which every rank has to let grow."""
+    leaves = [leaf for _, leaf in leaves_in((args, kwargs))]
+    return all(leaf is None or isinstance(leaf, torch.Tensor | int | float | str) for leaf in leaves)
+
+
+def _check_alike(path: str, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> None:
+    """Raise `ApplyError` unless a result is as other ranks take it to be."""
+    if not _of_tensors(args, kwargs):
+        return
+    given = flat_tensors((args, kwargs))[0]
+    if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (given.shape, given.dtype):
+        raise ApplyError(f"{path} gave a tensor of another shape than when it was recorded. {INSTEAD}")
+
+
+def find_alike(graph: Any, modules: Collection[str]) -> tuple[str, ...]:
+    """Paths of modules whose shapes inside depend on values, and which give one tensor as large as what they are given.
+
+    `graph`: a `ModelGraph`; `modules`: those that a stage computes.
+    """
+    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    calls = {graph.calls[op.call].index for op in graph.ops if tags.intersection(getattr(op.target, "tags", ()))}
+    found: dict[str, bool] = {}
+    for call in map(graph.calls.__getitem__, sorted(calls)):
+        if any(is_below(call.path, path) and call.path != path for path in modules):
+            given = [graph.values[value] for value in (*call.inputs[:1], *call.outputs)]
+            alike = len(given) == 2 and len({(value.shape, value.dtype) for value in given}) == 1
+            found[call.path] = found.get(call.path, True) and alike
+    return tuple(path for path, alike in found.items() if alike)
