@@ -9,7 +9,8 @@
 While one stage computes, the others run it on meta, so the host's work for it costs no time.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,9 +23,11 @@ from autoshard.nested import flat_tensors, leaves_in, map_tensors
 from autoshard.plan import Plan
 from autoshard.runtime.agreement import SameInputs
 from autoshard.runtime.around import surround
+from autoshard.runtime.devices import META
 from autoshard.runtime.moves import named_tensors, set_data
 from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.stage_tensor import INSTEAD, StageTensor
+from autoshard.torch_private import DispatchMode
 
 
 def answers(plan: Plan) -> bool:
@@ -63,16 +66,18 @@ def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str,
     paths = dict(model.named_modules())
     inside = {path for path in paths for outer in modules if path != outer and is_below(path, outer)}
     handles: list[Any] = []
-    filled = _filled(model, record, modules)
+    mixed = _mixed(model, record, modules)
     for path, module in paths.items():
         if path in inside or is_container(module):
             continue
         call: Any = forward
         if path in modules:
-            call = _StageCall(forward, path, modules[path], path in filled)
-            surround(module, partial(_explained, path))
+            call = _StageCall(forward, path, modules[path], path in mixed)
+            surround(module, _Run(path, record.device, own=modules[path] == record.pp_rank, mixed=path in mixed))
         handles.append(module.register_forward_pre_hook(call.enter, with_kwargs=True, prepend=True))
-        handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True))
+        # hooks of others, which may keep what they see, are given tensors of stages; those of cuts want plain ones
+        first = not record.plan.cuts
+        handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True, prepend=first))
     for path in record.plan.alike:
         stage = next((modules[outer] for outer in modules if is_below(path, outer)), None)
         if stage == record.pp_rank:
@@ -84,13 +89,15 @@ def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str,
     return handles
 
 
-def _filled(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]) -> set[str]:
-    """Give zeros to stages of other ranks by whose first parameter code asks a model for its device; returns paths.
+def _mixed(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]) -> set[str]:
+    """Paths of modules of other stages in which there are tensors that are not on meta.
 
-    They take no memory, and such modules compute on them, as those do that share a parameter with a stage of this rank:
-    what they make of it is not used.
+    They have layers of their own, so code that decides by masks; they share a parameter with a stage of this rank; or
+    code asks a model for its device by their first parameter: then they are given zeros, which take no memory.
     """
     others = [path for path, stage in modules.items() if stage != record.pp_rank]
+    paths = dict(model.named_modules())
+    layered = {path for path in others if any(is_container(one) for one in paths[path].modules())}
     shared = {name for name in named_tensors(model) if record.has(name)}
     found = {path for path in others if any(is_below(name, path) for name in shared)}
     for path, module in model.named_modules():
@@ -101,7 +108,7 @@ def _filled(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]
     for name, tensor in named_tensors(model).items():
         if tensor.is_meta and any(is_below(name, path) for path in found):
             set_data(tensor, torch.zeros((), dtype=tensor.dtype, device=record.device).expand(tensor.shape))
-    return found
+    return found | layered
 
 
 class _Forward:
@@ -123,7 +130,15 @@ class _Forward:
         """What a call gives: of the outermost one, what all ranks have."""
         if self.depth:
             return result
-        return map_tensors(result, lambda one: one.everywhere() if isinstance(one, StageTensor) else one)
+
+        def common(one: torch.Tensor) -> torch.Tensor:
+            if isinstance(one, StageTensor):
+                return one.everywhere()
+            if one.is_meta:
+                raise ApplyError(f"the model gives out a tensor that it took from inside of a stage. {INSTEAD}")
+            return one
+
+        return map_tensors(result, common)
 
     def send(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Give all ranks the values of a tensor that one stage has."""
@@ -146,8 +161,8 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 class _StageCall:
     """Around the call of a module that one stage computes."""
 
-    def __init__(self, forward: _Forward, path: str, stage: int, filled: bool) -> None:
-        self.forward, self.path, self.stage, self.filled = forward, path, stage, filled
+    def __init__(self, forward: _Forward, path: str, stage: int, mixed: bool) -> None:
+        self.forward, self.path, self.stage, self.mixed = forward, path, stage, mixed
         self.given: list[dict[int, StageTensor]] = []
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -163,8 +178,8 @@ class _StageCall:
                 made = one.value if one.stage == self.stage else one.everywhere()
             if own and made.is_meta:
                 raise ApplyError(f"{self.path} is given a tensor that other ranks have. {INSTEAD}")
-            if not own:
-                made = self._without_values(made)
+            if not own and (isinstance(one, StageTensor) or not self.mixed):
+                made = _on_meta(made)
             if isinstance(one, StageTensor):
                 known[id(made)] = one
             return made
@@ -182,27 +197,62 @@ class _StageCall:
                 return known[id(one)]
             if own and one.is_meta:
                 raise ApplyError(f"{self.path} made a tensor of what other ranks have. {INSTEAD}")
-            value = one.detach() if own else one.detach().to("meta")
-            return StageTensor(value, self.stage, forward.send, forward.record.device)
+            return StageTensor(one.detach() if own else _on_meta(one), self.stage, forward.send, forward.record.device)
 
         return forward.given_out(map_tensors(result, made))
 
-    def _without_values(self, tensor: torch.Tensor) -> torch.Tensor:
-        if not self.filled:
-            return tensor if tensor.is_meta else tensor.detach().to("meta")
-        if not tensor.is_meta:
-            return tensor
-        return torch.zeros((), dtype=tensor.dtype, device=self.forward.record.device).expand(tensor.shape)
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
-def _explained(path: str, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward; what fails because other ranks have a tensor is told as that."""
-    try:
-        return forward(*args, **kwargs)
-    except (RuntimeError, NotImplementedError) as error:
-        if "meta" in str(error):
-            raise ApplyError(f"{path} uses what another rank has computed: {first_line(error)} {INSTEAD}") from error
-        raise
+class _Run:
+    """Around the forward of a stage's module: what it can't do because another rank has a tensor is told as that.
+
+    Not every op of torch minds that a tensor has no memory, so the ops of the first calls (a prompt and a token) are
+    looked at one by one where values count.
+    """
+
+    def __init__(self, path: str, device: torch.device, own: bool, mixed: bool) -> None:
+        self.path, self.device, self.watched, self.mixed = path, device, 2 if own else 0, mixed
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        watched, self.watched = self.watched, max(0, self.watched - 1)
+        try:
+            with _RefuseAbsent() if watched else _OnMeta(module, self.device) if self.mixed else nullcontext():
+                return forward(*args, **kwargs)
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" in str(error):
+                said = first_line(error)
+                raise ApplyError(f"{self.path} uses what another rank has computed: {said} {INSTEAD}") from error
+            raise
+
+
+class _RefuseAbsent(DispatchMode):
+    """Raises where an op is given a tensor without memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(one.is_meta for one in flat_tensors((args, kwargs))):
+            raise RuntimeError(f"{func} is given a tensor on meta.")
+        return func(*args, **kwargs or {})
+
+
+class _OnMeta(DispatchMode):
+    """Runs ops of a module of another stage: on shapes alone where its weights take part, or what came of them."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.weights = {id(tensor) for tensor in named_tensors(module).values()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        absent = any(one.is_meta or id(one) in self.weights for one in flat_tensors((args, kwargs)))
+        if kwargs.get("device") is not None:  # masks go where the layers' inputs are, and keep their values
+            kwargs = {**kwargs, "device": META if absent else self.device}
+        if not absent:
+            return func(*args, **kwargs)
+        return func(*map_tensors(args, _on_meta), **map_tensors(kwargs, _on_meta))
 
 
 def _stand_in(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -223,19 +273,3 @@ def _check_alike(path: str, module: nn.Module, args: tuple, kwargs: dict[str, An
     given = flat_tensors((args, kwargs))[0]
     if not isinstance(result, torch.Tensor) or (result.shape, result.dtype) != (given.shape, given.dtype):
         raise ApplyError(f"{path} gave a tensor of another shape than when it was recorded. {INSTEAD}")
-
-
-def find_alike(graph: Any, modules: Collection[str]) -> tuple[str, ...]:
-    """Paths of modules whose shapes inside depend on values, and which give one tensor as large as what they are given.
-
-    `graph`: a `ModelGraph`; `modules`: those that a stage computes.
-    """
-    tags = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-    calls = {graph.calls[op.call].index for op in graph.ops if tags.intersection(getattr(op.target, "tags", ()))}
-    found: dict[str, bool] = {}
-    for call in map(graph.calls.__getitem__, sorted(calls)):
-        if any(is_below(call.path, path) and call.path != path for path in modules):
-            given = [graph.values[value] for value in (*call.inputs[:1], *call.outputs)]
-            alike = len(given) == 2 and len({(value.shape, value.dtype) for value in given}) == 1
-            found[call.path] = found.get(call.path, True) and alike
-    return tuple(path for path, alike in found.items() if alike)

@@ -106,7 +106,7 @@ def _run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
             one = one.value
         if absent and not one.is_meta:
             return torch.empty_like(one, device="meta")
-        if stage is None and one.is_meta:
+        if not absent and one.is_meta:
             raise ApplyError(_ABSENT)
         return one
 

@@ -198,10 +198,13 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
         )  # fmt: skip
         plan = launched.with_cuts(plan, found)
     if launched.answers_in_stages(plan):
-        from autoshard.runtime.answering import find_alike, stage_modules
+        from autoshard.check.stages import check_apart, find_alike
+        from autoshard.runtime.answering import stage_modules
         from autoshard.search.traced import trace
 
-        plan = replace(plan, alike=find_alike(trace(model, inputs, plan.workload).graph, stage_modules(model, plan)))
+        graph, modules = trace(model, inputs, plan.workload).graph, stage_modules(model, plan)
+        check_apart(graph, modules)
+        plan = replace(plan, alike=find_alike(graph, modules))
     return launched.with_divided_outputs(plan) if plan.divided_outputs else plan
 
 

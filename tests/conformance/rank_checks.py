@@ -150,6 +150,38 @@ def check_generation(
     return "/".join(done)
 
 
+def check_answers(name: str, mesh: str) -> float:
+    """Greedy, drawn and beam-searched tokens of a case in stages equal those of the whole model, and logits as well.
+
+    Returns the part of the parameters that this rank has.
+    """
+    case = by_name(name)
+    whole, model, inputs = case.model().eval(), case.model().eval(), case.example()
+    count = sum(one.numel() for one in whole.parameters())
+    workload = autoshard.Workload(batch_size=len(inputs["input_ids"]), new_tokens=4)
+    devices = {f"cpu:{rank}": "1GiB" for rank in range(dist.get_world_size())}
+    plan = autoshard.plan(model, devices, inputs=inputs, workload=workload, launch="processes", mesh=mesh)
+    autoshard.apply(model, autoshard.Plan.from_json(plan.to_json()), inputs=inputs)
+    held = sum(one.numel() for one in model.parameters() if not one.is_meta and any(one.stride()))
+    given = {key: value for key, value in inputs.items() if key not in ("use_cache", "decoder_input_ids", "labels")}
+    with torch.no_grad():
+        seed()
+        wanted = whole(**copy.deepcopy(inputs))
+        seed()
+        assert_close(name, model(**copy.deepcopy(inputs)), wanted, RELATIVE if plan.mesh.tp > 1 else 0.0)
+        for way in ({}, {"num_beams": 3}, {"do_sample": True}):
+            settings = {"do_sample": False, "min_new_tokens": 8, "max_new_tokens": 8, **way}
+            seed()
+            tokens = whole.generate(**copy.deepcopy(given), **settings)
+            seed()
+            found = model.generate(**copy.deepcopy(given), **settings)
+            assert torch.equal(found, tokens), f"{name} {way}: {found} is not {tokens}"
+    autoshard.remove(model)
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, whole.state_dict()[key]), f"{name}: {key} came back as something else"
+    return held / count
+
+
 def check_training(name: str, whole: nn.Module, model: nn.Module, inputs: dict[str, Any]) -> None:
     """Gradients of every step, the norm they are clipped by, and parameters after AdamW steps."""
     record = cut_record(model)

@@ -1,0 +1,236 @@
+"""Models in stages that answer: the model's own forward and generate() on every rank, each computing its stages."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.common.fingerprint import fingerprint
+from autoshard.errors import ApplyError, PlanError, RankError, SpecError
+from autoshard.plan import Plan
+from autoshard.plan.workload import Workload
+from tests.conformance.rank_checks import check_answers
+from tests.models import by_name
+from tests.ranks import run_jobs, run_ranks
+from tests.runtime.test_launched import devices_of
+
+ANSWER = Workload(batch_size=2, new_tokens=4)
+
+
+def plan_of(model, inputs, mesh, ranks=2, **wishes):
+    return autoshard.plan(
+        model, devices_of(ranks), inputs=inputs, launch="processes", mesh=mesh, workload=ANSWER, **wishes
+    ).to_json()
+
+
+def test_of_transformers():
+    """Experts, and an encoder with a decoder; others are in the slow tests of conformance."""
+    names = ("mixtral", "t5")
+    found = run_ranks(run_jobs, 2, {name: (check_answers, name, "pp=2") for name in names})
+    for name in names:
+        assert all(0.2 < one[name] < 0.9 for one in found), (name, found)  # what a rank has of the parameters
+
+
+def test_with_cut_matrices_and_replicas():
+    found = run_ranks(run_jobs, 4, {mesh: (check_answers, "llama", mesh) for mesh in ("tp=2,pp=2", "dp=2,pp=2")})
+    assert all(one["tp=2,pp=2"] < 0.75 * one["dp=2,pp=2"] for one in found)
+
+
+class Between(nn.Module):
+    """Two layers, and code between them that does what `do` says with what they give."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.full((8,), 0.75))
+        self.do = do
+
+    def forward(self, x):
+        return self.do(self, x)
+
+
+def mixed(model, x):
+    """Both stages' results meet, with a parameter of the model itself."""
+    h = model.first(x * model.scale)
+    return (h * model.scale + model.second(h.tanh()), h.sum(-1, keepdim=True).expand(-1, 8))
+
+
+def read(model, x):
+    h = model.first(x)
+    times = 2 if h.mean() > 0 else 3
+    return model.second(h[h.argmax(-1) >= 0]) * times, h.tolist()[0][:2], f"{h.max():.3f}"
+
+
+def written(model, x):
+    h = model.first(x)
+    h += model.scale
+    h.mul_(model.second(h))
+    y = torch.zeros_like(h)
+    y[:, 2:] = h[:, :6]
+    y[h.abs() > 0.5] = 1.0
+    return y, h.new_full((2,), 3.0), torch.cat([h, y], -1).topk(3)
+
+
+def written_in_part(model, x):
+    h = model.first(x)
+    h[:, :3] = 0.5
+    return model.second(h)
+
+
+def of_its_weights(model, x):
+    return nn.functional.linear(model.second(model.first(x)), model.first.weight)
+
+
+class Kept(nn.Module):
+    """A layer whose state is in an object that the model hands from layer to layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, state):
+        x = self.inner(x if state.last is None else x @ state.last.t() @ x)
+        state.last = x
+        return x
+
+
+class State:
+    last = None
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Kept() for _ in range(2))
+
+    def forward(self, x):
+        state = State()
+        for layer in self.layers:
+            x = layer(x, state)
+        return x
+
+
+class Auxiliary(nn.Module):
+    """Leaves a number where the model finds it."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.size = nn.Linear(8, 8), None
+
+    def forward(self, x):
+        x = self.inner(x)
+        self.size = x.abs().sum()
+        return x
+
+
+class Told(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Auxiliary(), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.second(self.first(x)) * self.first.size
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, seen):
+        seen *= 0.5
+        return self.inner(x)
+
+
+class Writes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Halves()
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h * 2, h) + h
+
+
+def made(do):
+    torch.manual_seed(0)
+    return (do() if isinstance(do, type) else Between(do)).eval()
+
+
+def answered(do, text):
+    """What a model in stages gives, beside what it gives whole; or the error."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model, whole = made(do), made(do)
+    autoshard.apply(model, Plan.from_json(text), inputs=x)
+    with torch.no_grad():
+        expected = whole(x)
+        try:
+            return repr(model(x)), repr(expected)
+        except (ApplyError, RankError) as error:
+            return str(error), repr(expected)
+
+
+def staged(do):
+    """A plan of two stages, of which each has one layer."""
+    model, case = made(do), by_name("llama")
+    plan = Plan.from_json(plan_of(case.model(), case.example(), "pp=2"))
+    paths = (("layers.0",), ("layers.1",)) if do is Shares else (("first",), ("second",))
+    if isinstance(model, Between):
+        paths = (("first", "scale"), ("second",))
+    stages = tuple(replace(stage, paths=own) for stage, own in zip(plan.stages, paths, strict=True))
+    placements = {path: f"cpu:{number}" for number, own in enumerate(paths) for path in own}
+    return replace(plan, stages=stages, placements=placements, fingerprint=fingerprint(model)).to_json()
+
+
+@pytest.mark.parametrize("do", [mixed, read, written])
+def test_code_between_stages(do):
+    for found, expected in run_ranks(answered, 2, do, staged(do)):
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (written_in_part, "writes into a part of what a stage gave"),
+        (of_its_weights, "uses a parameter that only one stage has"),
+        (Shares, "layers.1 uses what another rank has computed"),
+    ],
+)
+def test_what_is_refused_as_it_runs(do, said):
+    """By the rank that finds it; the others lose it."""
+    assert any(said in found and "Plan without stages" in found for found, _ in run_ranks(answered, 2, do, staged(do)))
+
+
+def refused(do, text):
+    model = made(do)
+    before = dict(model.named_parameters())
+    with pytest.raises(PlanError) as caught:
+        autoshard.apply(model, Plan.from_json(text), inputs=torch.ones(4, 8))
+    assert all(one is before[name] for name, one in model.named_parameters())
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"),
+    [
+        (Told, "the code between them uses what first keeps"),
+        (Writes, "second writes into a tensor that code around it reads"),
+    ],
+)
+def test_what_is_refused_before(do, said):
+    assert all(said in found for found in run_ranks(refused, 2, do, staged(do)))
+
+
+def scheduled(text):
+    model = autoshard.apply(by_name("llama").model(), Plan.from_json(text), inputs=by_name("llama").example())
+    with pytest.raises(ApplyError, match=r"this plan is for answers: call the model, or its generate\(\)"):
+        autoshard.schedule(model)
+
+
+def test_what_runs_otherwise():
+    case = by_name("llama")
+    run_ranks(scheduled, 2, plan_of(case.model(), case.example(), "pp=2"))
+    with pytest.raises(SpecError, match="leave micro-batches out"):
+        plan_of(case.model(), case.example(), "pp=2", num_microbatches=2)
