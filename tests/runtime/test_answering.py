@@ -224,7 +224,10 @@ def test_what_is_refused_before(do, said):
 
 
 def scheduled(text):
-    model = autoshard.apply(by_name("llama").model(), Plan.from_json(text), inputs=by_name("llama").example())
+    case, plan = by_name("llama"), Plan.from_json(text)
+    report = autoshard.verify(case.model().eval(), plan, inputs=case.example())
+    assert report.ok and "decode" in report.compared, report
+    model = autoshard.apply(case.model(), plan, inputs=case.example())
     with pytest.raises(ApplyError, match=r"this plan is for answers: call the model, or its generate\(\)"):
         autoshard.schedule(model)
 
