@@ -24,12 +24,17 @@ def check_apart(graph: ModelGraph, modules: Mapping[str, int]) -> None:
     given_out = {value for call in graph.calls if call.path in modules for value in call.outputs}
     born = {value.storage: value.op for value in reversed(graph.values)}
     changed: dict[int, str] = {}  # storage that a stage wrote into, and others have, too -> who wrote
+    between: dict[int, tuple[int, int]] = {}  # storage of a stage that code between wrote into -> the value, the op
     for op in graph.ops:
         own = owner[op.call]
         for value in op.inputs:
             row = graph.values[value]
             if row.storage in changed and graph.calls[own].path != changed[row.storage]:
                 raise PlanError(f"{changed[row.storage]} writes into a tensor that code around it reads. {INSTEAD}")
+            written, when = between.get(row.storage, (value, -1))
+            if value != written and row.op < when:  # a copy of it may have been sent before
+                path = graph.calls[owner[graph.ops[born[row.storage]].call]].path
+                raise PlanError(f"the code between stages writes into a part of what {path} gave. {INSTEAD}")
             maker = -1 if row.op < 0 else owner[graph.ops[row.op].call]
             if maker < 0 or stage[graph.ops[row.op].call] == stage[op.call]:
                 continue
@@ -41,6 +46,11 @@ def check_apart(graph: ModelGraph, modules: Mapping[str, int]) -> None:
                 )
         if own >= 0:
             _note_writes(graph, op, born, stage, changed, graph.calls[own].path)
+            continue
+        for value in op.mutates:
+            first = born[graph.values[value].storage]
+            if first >= 0 and owner[graph.ops[first].call] >= 0:
+                between[graph.values[value].storage] = value, op.index
 
 
 def _note_writes(

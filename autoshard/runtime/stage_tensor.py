@@ -130,9 +130,9 @@ def _run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 def _stage_of(func: Any, given: list[StageTensor], args: tuple, kwargs: dict[str, Any]) -> int | None:
     """The stage that runs an op, None if every rank does; what it needs of other stages they send."""
     written = _written(func, args, kwargs)
-    open_ones = [one for one in written if isinstance(one, StageTensor) and not one.sent]
-    if any(one.is_part for one in open_ones):
+    if any(isinstance(one, StageTensor) and one.is_part for one in written):
         raise ApplyError(_PART)
+    open_ones = [one for one in written if isinstance(one, StageTensor) and not one.sent]
     waiting = [one for one in given if not one.sent]
     kept = open_ones[0].stage if open_ones else None
     reads = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
