@@ -29,6 +29,10 @@ from autoshard.runtime.pipeline_record import PipelineRecord
 from autoshard.runtime.stage_tensor import INSTEAD, StageTensor
 from autoshard.torch_private import DispatchMode
 
+_WATCHED = 2
+"""Calls of a module (a prompt and a token) whose ops are looked at one by one where it is computed: not every op of
+torch minds that a tensor has no memory."""
+
 
 def answers(plan: Plan) -> bool:
     """Whether the stages of a plan run in the model's own forward, not by a schedule."""
@@ -65,19 +69,23 @@ def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str,
     forward = _Forward(record)
     paths = dict(model.named_modules())
     inside = {path for path in paths for outer in modules if path != outer and is_below(path, outer)}
+    cuts = [(block, action) for cut in record.plan.cuts for block in cut.blocks for action in cut.actions]
+    acted = {join(block, action.module) for block, action in cuts}
     handles: list[Any] = []
     mixed = _mixed(model, record, modules)
     for path, module in paths.items():
         if path in inside or is_container(module):
             continue
-        call: Any = forward
-        if path in modules:
-            call = _StageCall(forward, path, modules[path], path in mixed)
-            surround(module, _Run(path, record.device, own=modules[path] == record.pp_rank, mixed=path in mixed))
+        if path not in modules:
+            surround(module, forward)
+            continue
+        call = _StageCall(forward, path, modules[path], path in mixed)
+        if path not in acted:
+            surround(module, call)
+            continue
+        surround(module, call.run)  # the hooks of cuts, around it, want plain tensors
         handles.append(module.register_forward_pre_hook(call.enter, with_kwargs=True, prepend=True))
-        # hooks of others, which may keep what they see, are given tensors of stages; those of cuts want plain ones
-        first = not record.plan.cuts
-        handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True, prepend=first))
+        handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True))
     for path in record.plan.alike:
         stage = next((modules[outer] for outer in modules if is_below(path, outer)), None)
         if stage == record.pp_rank:
@@ -112,18 +120,17 @@ def _mixed(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int])
 
 
 class _Forward:
-    """What the hooks of a model share: how deep calls are nested, and how values get to the other ranks."""
+    """Around the modules whose code every rank runs: how deep calls are nested, and how values get to other ranks."""
 
     def __init__(self, record: PipelineRecord) -> None:
         self.record, self.depth = record, 0
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin the call of a module whose code runs on every rank."""
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
-
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
-        """End it, also after an error."""
-        self.depth -= 1
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self.depth -= 1
         return self.given_out(result)
 
     def given_out(self, result: Any) -> Any:
@@ -159,11 +166,21 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _StageCall:
-    """Around the call of a module that one stage computes."""
+    """Around a module that one stage computes: others run it on shapes, and what it gives is a tensor of the stage."""
 
     def __init__(self, forward: _Forward, path: str, stage: int, mixed: bool) -> None:
         self.forward, self.path, self.stage, self.mixed = forward, path, stage, mixed
         self.given: list[dict[int, StageTensor]] = []
+        self.watched = _WATCHED if stage == forward.record.pp_rank else 0
+
+    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = None
+        try:
+            args, kwargs = self.enter(module, args, kwargs)
+            result = self.run(module, forward, *args, **kwargs)
+        finally:
+            result = self.leave(module, args, kwargs, result)
+        return result
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Take what the module is given: values where it is computed, shapes elsewhere."""
@@ -201,31 +218,26 @@ class _StageCall:
 
         return forward.given_out(map_tensors(result, made))
 
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.is_meta else tensor.detach().to("meta")
-
-
-class _Run:
-    """Around the forward of a stage's module: what it can't do because another rank has a tensor is told as that.
-
-    Not every op of torch minds that a tensor has no memory, so the ops of the first calls (a prompt and a token) are
-    looked at one by one where values count.
-    """
-
-    def __init__(self, path: str, device: torch.device, own: bool, mixed: bool) -> None:
-        self.path, self.device, self.watched, self.mixed = path, device, 2 if own else 0, mixed
-
-    def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward; what it can't do because another rank has a tensor is told as that."""
         watched, self.watched = self.watched, max(0, self.watched - 1)
+        mode: Any = nullcontext()
+        if watched:
+            mode = _RefuseAbsent()
+        elif self.mixed:
+            mode = _OnMeta(module, self.forward.record.device)
         try:
-            with _RefuseAbsent() if watched else _OnMeta(module, self.device) if self.mixed else nullcontext():
+            with mode:
                 return forward(*args, **kwargs)
         except (RuntimeError, NotImplementedError) as error:
             if "meta" in str(error):
                 said = first_line(error)
                 raise ApplyError(f"{self.path} uses what another rank has computed: {said} {INSTEAD}") from error
             raise
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.is_meta else tensor.detach().to("meta")
 
 
 class _RefuseAbsent(DispatchMode):

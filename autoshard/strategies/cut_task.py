@@ -13,6 +13,9 @@ from autoshard.plan import Plan
 from autoshard.plan.sharding import Cut, even_shares
 from autoshard.profile.profile import Profile
 
+NEARLY = 0.98
+"""Part of the bytes that can be cut at most: sets of groups that cut so much count as equal."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
@@ -68,10 +71,20 @@ class CutTask:
     banned: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def most(self, degree: int) -> tuple[AxisGroup, ...]:
-        """Groups to cut together: those first that save most for what they send; of single modules what is left."""
+        """Groups that can be cut together: of sets that save nearly as much as any, the one that sends least.
+
+        Those that are looked at begin with the groups that save most, and with those that save most for what they send.
+        """
         able = [one for one in self.groups if allows(one, degree, self.even) and (one.index, degree) not in self.banned]
+        orders = (lambda one: -one.nbytes), (lambda one: -one.nbytes / (1 + one.sent_bytes))
+        sets = [self._together(sorted(able, key=order)) for order in orders]
+        least = NEARLY * max(map(_cut_bytes, sets))
+        return min((some for some in sets if _cut_bytes(some) >= least), key=_sent_bytes)
+
+    def _together(self, groups: Sequence[AxisGroup]) -> tuple[AxisGroup, ...]:
+        """The first of some groups, and those that go with them; of single modules only what is left."""
         found: list[AxisGroup] = []
-        for group in sorted(able, key=lambda one: (one.index in self.fallback, -one.nbytes / (1 + one.sent_bytes))):
+        for group in sorted(groups, key=lambda one: one.index in self.fallback):
             if not any(other.index in self.conflicts[group.index] for other in found):
                 found.append(group)
         return tuple(found)
@@ -92,6 +105,14 @@ class CutTask:
             devices=tuple(map(plan_device, devices)), placements={"": devices[0].name},
             fingerprint=self.profile.graph.fingerprint, cuts=cuts,
         )  # fmt: skip
+
+
+def _sent_bytes(groups: Sequence[AxisGroup]) -> int:
+    return sum(group.sent_bytes * len(group.blocks) for group in groups)
+
+
+def _cut_bytes(groups: Sequence[AxisGroup]) -> int:
+    return sum(group.nbytes * len(group.blocks) for group in groups)
 
 
 def allows(group: AxisGroup, degree: int, even: bool) -> bool:
