@@ -33,9 +33,11 @@ def test_of_transformers():
         assert all(0.2 < one[name] < 0.9 for one in found), (name, found)  # what a rank has of the parameters
 
 
-def test_with_cut_matrices_and_replicas():
-    found = run_ranks(run_jobs, 4, {mesh: (check_answers, "llama", mesh) for mesh in ("tp=2,pp=2", "dp=2,pp=2")})
-    assert all(one["tp=2,pp=2"] < 0.75 * one["dp=2,pp=2"] for one in found)
+@pytest.mark.parametrize("mesh", ["tp=2,pp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
+def test_with_cut_matrices_and_replicas(mesh):
+    """Of what a stage has, each rank has about half where they cut its matrices."""
+    held = run_ranks(check_answers, 4, "llama", mesh)
+    assert max(held) < (0.45 if "tp" in mesh else 0.75), held
 
 
 class Between(nn.Module):
