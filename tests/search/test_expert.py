@@ -94,7 +94,7 @@ def test_meshes_of_answers_and_forwards(size, devices, workload, mesh):
     found = chosen(size, devices, **workload)
     assert found is not None and found.plan.mesh == mesh
     assert found.plan.launch == ("one-process" if mesh == Mesh() else "processes")
-    assert any("generate() in no stages" in reason for reason in found.plan.reasons) == (mesh.pp > 1)
+    assert any("stages take turns" in reason for reason in found.plan.reasons) == (mesh.pp > 1)
 
 
 def test_one_card_is_searched_as_several_are():
