@@ -27,9 +27,10 @@ def check_apart(graph: ModelGraph, modules: Mapping[str, int]) -> None:
     between: dict[int, tuple[int, int]] = {}  # storage of a stage that code between wrote into -> the value, the op
     for op in graph.ops:
         own = owner[op.call]
+        reader = graph.calls[own].path if own >= 0 else "the code between them"
         for value in op.inputs:
             row = graph.values[value]
-            if row.storage in changed and graph.calls[own].path != changed[row.storage]:
+            if row.storage in changed and reader != changed[row.storage]:
                 raise PlanError(f"{changed[row.storage]} writes into a tensor that code around it reads. {INSTEAD}")
             written, when = between.get(row.storage, (value, -1))
             if value != written and row.op < when:  # a copy of it may have been sent before
@@ -39,13 +40,12 @@ def check_apart(graph: ModelGraph, modules: Mapping[str, int]) -> None:
             if maker < 0 or stage[graph.ops[row.op].call] == stage[op.call]:
                 continue
             if value not in (given_out if own < 0 else graph.calls[own].inputs):
-                reader = graph.calls[own].path if own >= 0 else "the code between them"
                 raise PlanError(
                     f"{reader} uses what {graph.calls[maker].path} keeps (a cache that layers share, an attribute), so "
                     f"they can't be in different stages. {INSTEAD}"
                 )
         if own >= 0:
-            _note_writes(graph, op, born, stage, changed, graph.calls[own].path)
+            _note_writes(graph, op, born, stage, changed, reader)
             continue
         for value in op.mutates:
             first = born[graph.values[value].storage]

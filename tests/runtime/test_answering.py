@@ -165,6 +165,24 @@ class Writes(nn.Module):
         return self.second(h * 2, h) + h
 
 
+class Shrinks(nn.Linear):
+    def forward(self, x, seen):
+        seen *= 0.5
+        return super().forward(x)
+
+
+class WritesLast(nn.Module):
+    """The module that writes is the last that is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), Shrinks(8, 8)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h * 2, h) + h
+
+
 def made(do):
     torch.manual_seed(0)
     return (do() if isinstance(do, type) else Between(do)).eval()
@@ -228,6 +246,7 @@ def refused(do, text):
         (Told, "the code between them uses what first keeps"),
         (written_in_part, "the code between stages writes into a part of what first gave"),
         (seen_before, "the code between stages writes into a part of what first gave"),
+        (WritesLast, "second writes into a tensor that code around it reads"),
         (Writes, "second writes into a tensor that code around it reads"),
     ],
 )
