@@ -19,7 +19,6 @@ from autoshard.pipelines.prepare import Prepared, check_alike, goes_this_way, in
 from autoshard.pipelines.shared import SavedGradients, Sum, adopt_stage_parameters, find_sums
 from autoshard.plan.batching import BatchAxis
 from autoshard.runtime.agreement import RankState, agree, agree_in_step, hear, summary_of
-from autoshard.runtime.answering import answers
 from autoshard.runtime.chunks import BatchPart, split, split_rows
 from autoshard.runtime.clipping import check_scaled, note_norms, refuse_scaled_losses, scaled_by, watch_staged_norms
 from autoshard.runtime.losses import Loss, Reduction, check_arguments, factors_of, own_factors
@@ -36,7 +35,7 @@ class RankSchedule:
         record = pipeline_record(model)
         if record is None:
             raise ApplyError("no pipeline over processes is applied to this model. Call autoshard.apply first.")
-        if answers(record.plan):
+        if record.plan.workload.generates:
             raise ApplyError("this plan is for answers: call the model, or its generate(), on all ranks, as it is.")
         self._model, self._record = weakref.ref(model), record
         self.loss, self.reduction = loss, reduction

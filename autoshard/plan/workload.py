@@ -56,6 +56,10 @@ class Workload:
         return self.mode == "training"
 
     @property
+    def generates(self) -> bool:
+        return self.new_tokens > 0 and not self.training
+
+    @property
     def unit(self) -> str:
         """What its seconds and memory are of, for people."""
         return "a step" if self.training else "an answer" if self.new_tokens else "a pass"

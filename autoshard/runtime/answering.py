@@ -21,6 +21,7 @@ from autoshard.common.module_paths import is_below, is_container, join
 from autoshard.errors import ApplyError, first_line
 from autoshard.nested import flat_tensors, leaves_in, map_tensors
 from autoshard.plan import Plan
+from autoshard.plan.placement import covering_entry
 from autoshard.runtime.agreement import SameInputs
 from autoshard.runtime.around import surround
 from autoshard.runtime.devices import META
@@ -34,11 +35,6 @@ _WATCHED = 2
 torch minds that a tensor has no memory."""
 
 
-def answers(plan: Plan) -> bool:
-    """Whether the stages of a plan run in the model's own forward, not by a schedule."""
-    return plan.workload.new_tokens > 0 and not plan.workload.training
-
-
 def stage_modules(model: nn.Module, plan: Plan) -> dict[str, int]:
     """Path of every module that one stage computes -> the stage's position.
 
@@ -48,12 +44,14 @@ def stage_modules(model: nn.Module, plan: Plan) -> dict[str, int]:
     modules = dict(model.named_modules())
     found: dict[str, int] = {}
     for number, stage in enumerate(plan.stages):
-        waiting = [path for path in stage.paths if path in modules]
+        waiting = list(stage.paths)
         while waiting:
             path = waiting.pop()
+            if path not in modules:  # another name of a module that is there already
+                continue
             if is_container(modules[path]):
                 waiting += [join(path, name) for name, _ in modules[path].named_children()]
-            elif path in modules and next(modules[path].parameters(), None) is not None:
+            elif next(modules[path].parameters(), None) is not None:
                 found[path] = number % plan.mesh.pp
     return found
 
@@ -61,14 +59,14 @@ def stage_modules(model: nn.Module, plan: Plan) -> dict[str, int]:
 def shared_by_all(model: nn.Module, plan: Plan) -> set[str]:
     """Names of the tensors that the code between stages may read: every rank has them."""
     owned = stage_modules(model, plan)
-    return {name for name in named_tensors(model) if not any(is_below(name, path) for path in owned)}
+    return {name for name in named_tensors(model) if covering_entry(owned, name) is None}
 
 
 def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]) -> list[Any]:
     """Let an applied model be called, with or without generate(); returns handles."""
     forward = _Forward(record)
     paths = dict(model.named_modules())
-    inside = {path for path in paths for outer in modules if path != outer and is_below(path, outer)}
+    inside = {path for path in paths if path not in modules and covering_entry(modules, path) is not None}
     cuts = [(block, action) for cut in record.plan.cuts for block in cut.blocks for action in cut.actions]
     acted = {join(block, action.module) for block, action in cuts}
     handles: list[Any] = []
@@ -87,10 +85,12 @@ def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str,
         handles.append(module.register_forward_pre_hook(call.enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True))
     for path in record.plan.alike:
-        stage = next((modules[outer] for outer in modules if is_below(path, outer)), None)
-        if stage == record.pp_rank:
+        outer = covering_entry(modules, path)
+        if outer is None:
+            continue
+        if modules[outer] == record.pp_rank:
             handles.append(paths[path].register_forward_hook(partial(_check_alike, path), with_kwargs=True))
-        elif stage is not None:
+        else:
             surround(paths[path], _stand_in)
     same = SameInputs(record.across)
     handles.append(model.register_forward_pre_hook(same, with_kwargs=True, prepend=True))
@@ -108,13 +108,13 @@ def _mixed(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int])
     layered = {path for path in others if any(is_container(one) for one in paths[path].modules())}
     shared = {name for name in named_tensors(model) if record.has(name)}
     found = {path for path in others if any(is_below(name, path) for name in shared)}
-    for path, module in model.named_modules():
+    for path, module in paths.items():
         name = next((join(path, name) for name, _ in module.named_parameters()), "")
-        inside = any(is_below(path, outer) for outer in modules)
-        if not inside and name and not record.has(name):
-            found |= {outer for outer in modules if is_below(name, outer)}
+        outer = covering_entry(modules, name)
+        if outer is not None and covering_entry(modules, path) is None and not record.has(name):
+            found.add(outer)
     for name, tensor in named_tensors(model).items():
-        if tensor.is_meta and any(is_below(name, path) for path in found):
+        if tensor.is_meta and covering_entry(found, name) is not None:
             set_data(tensor, torch.zeros((), dtype=tensor.dtype, device=record.device).expand(tensor.shape))
     return found | layered
 

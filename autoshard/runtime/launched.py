@@ -13,7 +13,6 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.plan import Mesh, Plan
 from autoshard.plan.batching import BatchAxis
 from autoshard.plan.sharding import Action
-from autoshard.runtime.answering import answers
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.recompute import hook_recompute, recomputed_layers
 from autoshard.runtime.sharded import stored_dtype
@@ -56,13 +55,13 @@ def with_divided_outputs(plan: Plan) -> Plan:
 def is_staged_here(plan: Plan) -> bool:
     """Whether stages of a plan for processes take parts of a batch, and how it is divided is still to be found."""
     staged = plan.launch == "processes" and plan.mesh is not None and plan.mesh.pp > 1
-    divided = plan.workload.training or (plan.num_microbatches > 1 and not answers(plan))
+    divided = plan.workload.training or (plan.num_microbatches > 1 and not plan.workload.generates)
     return staged and divided and plan.batch is None
 
 
 def answers_in_stages(plan: Plan) -> bool:
     """Whether the processes of a plan run a model's own forward, and generate(), each computing its stages."""
-    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.pp > 1 and answers(plan)
+    return plan.launch == "processes" and plan.mesh is not None and plan.mesh.pp > 1 and plan.workload.generates
 
 
 def with_batch(plan: Plan, batch: BatchAxis) -> Plan:

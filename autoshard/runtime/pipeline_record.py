@@ -105,8 +105,7 @@ class StagesHook:
 
     def refuse(self, module: nn.Module, args: tuple) -> None:
         """Raise `ApplyError` unless a schedule runs the model, or it is only recorded, or it answers."""
-        workload = self.record.plan.workload
-        if not self.record.silent and (workload.training or not workload.new_tokens):
+        if not self.record.silent and not self.record.plan.workload.generates:
             raise ApplyError(
                 f"{type(module).__name__} is called, and the stages of its model are on several processes. Call "
                 "autoshard.schedule(model).eval(…) or .step(…) on all of them; for generate() plan with new_tokens."

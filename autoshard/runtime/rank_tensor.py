@@ -18,7 +18,7 @@ import numpy
 import torch
 
 from autoshard import torch_private
-from autoshard.common.schemas import arguments_of_op, schema_of
+from autoshard.common.schemas import arguments_of_op, reads_shape_alone, schema_of, written_by
 from autoshard.errors import ApplyError
 from autoshard.nested import map_tensors
 from autoshard.runtime.backward import with_backward
@@ -30,8 +30,6 @@ aten = torch.ops.aten
 _set_metadata = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _RESHAPING = {aten.resize_, aten.resize_as_, aten.set_}
 """Ops besides the tagged ones after which the tensor written to has another shape."""
-_SHAPED_ONLY = ("_like", "new_")
-"""In the names of ops that read the shape of a tensor, never its values."""
 NESTED = (
     "a nested tensor, which torch's encoder makes of a padded batch unless it is trained, can't be cut. Build it with "
     "enable_nested_tensor=False, or call torch.backends.mha.set_fastpath_enabled(False): results differ only in the "
@@ -295,7 +293,7 @@ def run_op(func: Any, args: tuple, kwargs: dict, devices: tuple[torch.device, ..
         return _copies(made, devices) if func is aten.lift_fresh.default else made
     elif not devices or not _makes_tensor(func):
         return func(*args, **kwargs)
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     for tensor in written:
         if not isinstance(tensor, RankTensor):
             raise ApplyError(
@@ -327,19 +325,6 @@ def _is_random(func: Any, args: tuple, kwargs: dict) -> bool:
             if given is not None and not given:
                 return False
     return True
-
-
-def _written(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """The tensors that an op writes into, by its schema."""
-    found: list[torch.Tensor] = []
-    schema = schema_of(func)
-    if schema is None or not schema.is_mutable:
-        return found
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [one for one in (value if isinstance(value, (list, tuple)) else [value]) if one is not None]
-    return found
 
 
 def _part(value: Any, rank: int, devices: tuple[torch.device, ...]) -> Any:
@@ -411,7 +396,7 @@ def _random(
     if func is aten.native_dropout.default:
         tensor, p, train = (*args, *kwargs.values())[:3]
         return _native_dropout(tensor, p, train, devices)
-    shaped_only = any(word in func.name() for word in _SHAPED_ONLY)
+    shaped_only = reads_shape_alone(func)
     for tensor in found.cut:
         if not shaped_only and not any(tensor is one for one in written) and not same(tensor.parts):
             raise ApplyError(

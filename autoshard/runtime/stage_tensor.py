@@ -15,12 +15,10 @@ import numpy
 import torch
 
 from autoshard import torch_private
-from autoshard.common.schemas import schema_of
+from autoshard.common.schemas import reads_shape_alone, schema_of, written_by
 from autoshard.errors import ApplyError
 from autoshard.nested import flat_tensors, map_tensors
 
-_SHAPED_ONLY = ("_like", "new_")
-"""In the names of ops that read the shape of a tensor, never its values."""
 INSTEAD = 'Plan without stages: mesh="tp=…" or strategy="column-parallel".'
 _ABSENT = f"the model's code between stages uses a parameter that only one stage has. {INSTEAD}"
 _PART = (
@@ -95,7 +93,7 @@ def _run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an op of the model's code between stages."""
     given = [one for one in flat_tensors((args, kwargs)) if isinstance(one, StageTensor)]
     device = given[0].device
-    if any(part in schema_of(func).name for part in _SHAPED_ONLY):  # every rank makes the same
+    if reads_shape_alone(func):  # every rank makes the same
         kwargs = {**kwargs, "device": kwargs.get("device") or device}
         return func(*map_tensors(args, lambda one: one.value if isinstance(one, StageTensor) else one), **kwargs)
     stage = _stage_of(func, given, args, kwargs)
@@ -129,7 +127,7 @@ def _run_op(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 def _stage_of(func: Any, given: list[StageTensor], args: tuple, kwargs: dict[str, Any]) -> int | None:
     """The stage that runs an op, None if every rank does; what it needs of other stages they send."""
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     if any(isinstance(one, StageTensor) and one.is_part for one in written):
         raise ApplyError(_PART)
     open_ones = [one for one in written if isinstance(one, StageTensor) and not one.sent]
@@ -144,11 +142,3 @@ def _stage_of(func: Any, given: list[StageTensor], args: tuple, kwargs: dict[str
         if one.stage != kept:
             one.everywhere()
     return kept
-
-
-def _written(func: Any, args: tuple, kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors that an op writes into."""
-    arguments = schema_of(func).arguments
-    named = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
-    changed = [one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return flat_tensors([named[name] for name in changed if name in named])

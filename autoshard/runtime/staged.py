@@ -20,7 +20,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, Results
 from autoshard.runtime.agreement import RankState, agree, digest_of, state_of_rank, together
-from autoshard.runtime.answering import answers, hook_answers, shared_by_all, stage_modules
+from autoshard.runtime.answering import hook_answers, shared_by_all, stage_modules
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
@@ -117,7 +117,7 @@ def _agreed(
             if not loaded:
                 check_filled({name: tensor for name, tensor in tensors.items() if record.has(name)})
             state = _rank_state(model, plan, device)
-            if not answers(plan) and (plan.cuts or (plan.launch and plan.workload.training)):
+            if not plan.workload.generates and (plan.cuts or (plan.launch and plan.workload.training)):
                 record.extras["skeleton"] = skeleton_of(model, plan)
     except Exception as found:
         error = found
@@ -132,7 +132,7 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     marked.handles.append(model.register_forward_pre_hook(marked))
     watch_staged_norms(model, record)
     refuse_methods(model, *MOVES, *(COPIES if shards_stages(record.plan) else (SHARE,)))
-    if answers(record.plan):
+    if record.plan.workload.generates:
         marked.handles += hook_answers(model, record, stage_modules(model, record.plan))
     if not hasattr(model, "no_sync"):
         stand_in(model, "no_sync", contextlib.nullcontext)  # each step sums what its own micro-batches made
@@ -143,7 +143,7 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     record.around = tuple(path for path, of_path in pp_ranks.items() if len(of_path) > 1)
     for path, module in model.named_modules():
         marked.handles += StagesState(record, path).put_on(module)
-        if path and path in pp_ranks and parent(path) in record.around and not answers(record.plan):
+        if path and path in pp_ranks and parent(path) in record.around and not record.plan.workload.generates:
             marked.handles.append(module.register_forward_pre_hook(marked.refuse))
 
 
@@ -247,7 +247,7 @@ def _record(
     replica, pp_rank, tensor_rank = mesh.place(ranks.rank)
     stages = stage_of_tensors(plan, tensors)
     holders: dict[str, tuple[int, ...]] = {}
-    common = shared_by_all(model, plan) if answers(plan) else set()
+    common = shared_by_all(model, plan) if plan.workload.generates else set()
     for names in tied_groups(tensors):
         places = [stage % mesh.pp for stage in sorted({stages[name] for name in names})]
         if not common.isdisjoint(names):
@@ -331,7 +331,7 @@ def _resting(record: PipelineRecord, tensors: Mapping[str, torch.Tensor]) -> dic
     parameters = {name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter)}
 
     def stays(name: str) -> bool:
-        small = name not in parameters and tensors[name].numel() <= SMALL_BUFFER and not answers(record.plan)
+        small = name not in parameters and tensors[name].numel() <= SMALL_BUFFER and not record.plan.workload.generates
         return record.has(name) or (small and not tensors[name].is_meta)
 
     return {

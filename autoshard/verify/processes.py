@@ -26,7 +26,6 @@ from autoshard.pipelines.schedule import RankSchedule
 from autoshard.plan import Plan
 from autoshard.plan.batching import ASSUMED, BatchAxis
 from autoshard.plan.sharding import even_shares
-from autoshard.runtime.answering import answers
 from autoshard.runtime.chunks import split
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.dispatch import apply_plan, own_place
@@ -54,7 +53,7 @@ def verify_processes(original: Build, plan: Plan, work: Work, tolerance: float, 
     batch = plan.batch
     if plan.launch:
         batch = _batch_of(original(), plan, work)
-    if work.new_tokens and plan.mesh is not None and plan.mesh.pp > 1 and not answers(plan):
+    if work.new_tokens and plan.mesh is not None and plan.mesh.pp > 1 and not plan.workload.generates:
         raise VerifyError("this plan is for no answers: pass new_tokens=0, or plan with new_tokens.")
     if batch is None and not plan.launch:
         raise VerifyError("the plan does not say how its batch is divided. Plan again.")
@@ -101,7 +100,7 @@ def without_cache(model: nn.Module, plan: Plan, inputs: Any) -> Any:
     Stages that are sharded or cut call their layers whole, and refuse a call that makes one.
     """
     known = "use_cache" in inspect.signature(model.forward).parameters
-    if inputs is not None or not known or plan.mesh is None or plan.mesh.pp == 1 or answers(plan):
+    if inputs is not None or not known or plan.mesh is None or plan.mesh.pp == 1 or plan.workload.generates:
         return inputs
     return {**calls_of(model, None, plan.workload)[0][1], "use_cache": False}
 
@@ -162,7 +161,7 @@ def _original(
 def _applied(model: nn.Module, batch: BatchAxis | None, work: Work) -> Iterator[RunResult]:
     record = pipeline_record(model)
     if not work.training:
-        if record is None or answers(record.plan):
+        if record is None or record.plan.workload.generates:
             yield from (one for one in run(model, work) if not one.output.startswith("buffer"))
             return
         output = RankSchedule(model).eval(*work.args, **work.kwargs)
