@@ -9,7 +9,7 @@
 While one stage computes, the others run it on meta, so the host's work for it costs no time.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from torch import nn
 from autoshard.common.module_paths import is_below, is_container, join
 from autoshard.errors import ApplyError, first_line
 from autoshard.nested import flat_tensors, leaves_in, map_tensors
-from autoshard.plan import Plan
+from autoshard.plan import Plan, Stage
 from autoshard.plan.placement import covering_entry
 from autoshard.runtime.agreement import SameInputs
 from autoshard.runtime.around import surround
@@ -35,15 +35,14 @@ _WATCHED = 2
 torch minds that a tensor has no memory."""
 
 
-def stage_modules(model: nn.Module, plan: Plan) -> dict[str, int]:
-    """Path of every module that one stage computes -> the stage's position.
+def stage_modules(model: nn.Module, stages: Sequence[Stage], pp: int) -> dict[str, int]:
+    """Path of every module that one of `pp` pipeline ranks computes, by its stages -> the rank.
 
     Containers are never called, so what is in them counts; modules without parameters are run by every rank.
     """
-    assert plan.mesh is not None
     modules = dict(model.named_modules())
     found: dict[str, int] = {}
-    for number, stage in enumerate(plan.stages):
+    for number, stage in enumerate(stages):
         waiting = list(stage.paths)
         while waiting:
             path = waiting.pop()
@@ -52,18 +51,21 @@ def stage_modules(model: nn.Module, plan: Plan) -> dict[str, int]:
             if is_container(modules[path]):
                 waiting += [join(path, name) for name, _ in modules[path].named_children()]
             elif next(modules[path].parameters(), None) is not None:
-                found[path] = number % plan.mesh.pp
+                found[path] = number % pp
     return found
 
 
 def shared_by_all(model: nn.Module, plan: Plan) -> set[str]:
     """Names of the tensors that the code between stages may read: every rank has them."""
-    owned = stage_modules(model, plan)
+    assert plan.mesh is not None
+    owned = stage_modules(model, plan.stages, plan.mesh.pp)
     return {name for name in named_tensors(model) if covering_entry(owned, name) is None}
 
 
-def hook_answers(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int]) -> list[Any]:
+def hook_answers(model: nn.Module, record: PipelineRecord) -> list[Any]:
     """Let an applied model be called, with or without generate(); returns handles."""
+    assert record.plan.mesh is not None
+    modules = stage_modules(model, record.plan.stages, record.plan.mesh.pp)
     forward = _Forward(record)
     paths = dict(model.named_modules())
     inside = {path for path in paths if path not in modules and covering_entry(modules, path) is not None}

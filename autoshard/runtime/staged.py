@@ -20,7 +20,7 @@ from autoshard.plan import Mesh, Plan
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.sharding import Cut, Results
 from autoshard.runtime.agreement import RankState, agree, digest_of, state_of_rank, together
-from autoshard.runtime.answering import hook_answers, shared_by_all, stage_modules
+from autoshard.runtime.answering import hook_answers, shared_by_all
 from autoshard.runtime.around import take_off
 from autoshard.runtime.clipping import forget_norms, watch_staged_norms
 from autoshard.runtime.collectives import ProcessRanks
@@ -133,7 +133,7 @@ def _hook(model: nn.Module, marked: StagesHook, tensors: Mapping[str, torch.Tens
     watch_staged_norms(model, record)
     refuse_methods(model, *MOVES, *(COPIES if shards_stages(record.plan) else (SHARE,)))
     if record.plan.workload.generates:
-        marked.handles += hook_answers(model, record, stage_modules(model, record.plan))
+        marked.handles += hook_answers(model, record)
     if not hasattr(model, "no_sync"):
         stand_in(model, "no_sync", contextlib.nullcontext)  # each step sums what its own micro-batches made
     pp_ranks: dict[str, set[int]] = {}

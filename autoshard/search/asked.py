@@ -202,7 +202,9 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
         from autoshard.runtime.answering import stage_modules
         from autoshard.search.traced import trace
 
-        graph, modules = trace(model, inputs, plan.workload).graph, stage_modules(model, plan)
+        assert plan.mesh is not None
+        modules = stage_modules(model, plan.stages, plan.mesh.pp)
+        graph = trace(model, inputs, plan.workload).graph
         check_apart(graph, modules)
         plan = replace(plan, alike=find_alike(graph, modules))
     return launched.with_divided_outputs(plan) if plan.divided_outputs else plan

@@ -110,7 +110,7 @@ def _pipelines(devices: int, limits: Limits) -> tuple[int, ...]:
     return tuple(
         n
         for n in range(1, min(devices, limits.layers) + 1)
-        if devices % n == 0 and (n < 3 or n % 2 == 0 or n == devices)
+        if devices % n == 0 and (n < 3 or n % 2 == 0 or n == devices) and n not in limits.why_not_staged
     ) or (1,)
 
 

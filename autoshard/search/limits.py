@@ -25,7 +25,8 @@ class Limits:
         layers: that can be divided over stages; experts: of a layer, 0 for none.
         tensor: degrees of tensor parallelism; slices: by the path of layers, how many slices ranks share; widest: how
             many devices share them at most.
-        why_not: what stands against dividing the batch, "" for nothing.
+        why_not: what stands against dividing the batch, "" for nothing; why_not_staged: number of stages -> what stands
+            against answers in so many.
     """
 
     samples: int
@@ -37,6 +38,7 @@ class Limits:
     slices: Mapping[str, int] = field(default_factory=dict)
     widest: int = 1
     why_not: str = ""
+    why_not_staged: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def divisible(self) -> bool:
@@ -174,14 +176,7 @@ def check_given(given: Asked, limits: Limits, devices: int, *, training: bool) -
             "training steps. Replicas are dp; what is too large for one device is divided by tp or pp."
         )
     _check_tensor(mesh.get("tp", 1), limits)
-    if mesh.get("pp", 1) > max(limits.layers, 1):
-        raise PlanError(f"pp={mesh['pp']} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
-    least = 2 * mesh.get("pp", 1)
-    if given.schedule in ("interleaved", "zero-bubble") and limits.layers < least and least > 2:
-        raise PlanError(
-            f"with the schedule {given.schedule} every rank has two stages or more, which takes {least} layers for "
-            f"pp={mesh['pp']}, and the model has {limits.layers}. Plan with --schedule 1f1b, or fewer stages."
-        )
+    _check_stages(given, mesh.get("pp", 1), limits)
     if given.schedule == "zero-bubble" and mesh.get("pp", 1) > 1 and mesh.get("fsdp", 1) > 1:
         raise PlanError(
             "zero-bubble computes gradients of parameters apart from the others, which torch's fully_shard can't: plan "
@@ -251,6 +246,20 @@ def _check_strategy(strategy: str, limits: Limits, training: bool) -> None:
         )
     if strategy == "column-parallel" and not limits.experts and limits.tensor == (1,):
         _check_tensor(2, limits)
+
+
+def _check_stages(given: Asked, pp: int, limits: Limits) -> None:
+    """Raise `PlanError` for a number of stages that the model does not allow, with why."""
+    if pp > max(limits.layers, 1):
+        raise PlanError(f"pp={pp} is more stages than the model has layers: at most {max(limits.layers, 1)}.")
+    if why := limits.why_not_staged.get(pp):
+        raise PlanError(f"pp={pp} is not possible: {why}. Plan with tp or dp, or with fewer stages.")
+    least = 2 * pp
+    if given.schedule in ("interleaved", "zero-bubble") and limits.layers < least and least > 2:
+        raise PlanError(
+            f"with the schedule {given.schedule} every rank has two stages or more, which takes {least} layers for "
+            f"pp={pp}, and the model has {limits.layers}. Plan with --schedule 1f1b, or fewer stages."
+        )
 
 
 def _check_tensor(degree: int, limits: Limits) -> None:

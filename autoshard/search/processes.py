@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from autoshard.capture.graph import ModelGraph
+from autoshard.check.stages import check_apart
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
 from autoshard.cluster.topology import computing_devices, topology_of, unequal_reason, uneven_reason
@@ -29,7 +30,9 @@ from autoshard.plan.batching import ASSUMED
 from autoshard.plan.choices import Objective
 from autoshard.plan.placement import covering_entry
 from autoshard.plan.workload import Workload
+from autoshard.runtime.answering import stage_modules
 from autoshard.runtime.collectives import count_processes
+from autoshard.runtime.stage_tensor import INSTEAD
 from autoshard.search.best import Searched, SearchTask, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.gathered import gathered_alone
@@ -80,12 +83,33 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     given = replace(asked, axes=STRATEGY_AXES[asked.strategy])
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
     limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided or "")
+    if traced.workload.generates and topology.devices > 1:
+        limits = replace(limits, why_not_staged=_why_not_staged(traced, cluster, limits.layers))
     check_given(given, limits, topology.devices, training=training)
     return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
         stack="compiled" if is_compiled(asked, traced.workload) else "eager", training=training,
         prompt_tokens=traced.work.tokens, new_tokens=traced.workload.new_tokens,
     )  # fmt: skip
+
+
+def _why_not_staged(traced: Traced, cluster: Cluster, layers: int) -> dict[int, str]:
+    """Number of stages -> what one of them keeps for another, of all numbers that can't answer.
+
+    What goes with a stage for each layer goes with fewer.
+    """
+    found: dict[int, str] = {}
+    for count in range(layers, 1, -1):
+        recipe = Recipe(pp=count)
+        stages, _ = stages_of(traced, recipe, cluster.devices[:1] * count)
+        try:
+            check_apart(traced.graph, stage_modules(traced.model, stages, count))
+        except PlanError as error:
+            found[count] = str(error).removesuffix(f". {INSTEAD}")
+            continue
+        if count == layers:
+            break
+    return found
 
 
 def dtype_of(graph: ModelGraph) -> str:

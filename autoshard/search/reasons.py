@@ -73,10 +73,18 @@ def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
     if task.devices > 1 and task.limits.samples > 1 and task.limits.why_not:
         more = " and no micro-batches" if task.training and not task.given.in_parts else ""
         yield f"no replicas{more}: {task.limits.why_not.removesuffix('.')}"
+    if task.devices > recipe.pp and (together := _together(task, recipe.pp)):
+        yield together
     if recipe.pp > 1:
         per_rank = f", {recipe.stages_per_rank} stages per rank" if recipe.stages_per_rank > 1 else ""
         turns = "stages take turns: every rank runs the model's own forward, and computes its stages"
         yield turns if task.new_tokens else f"stages run by the schedule {recipe.schedule}{per_rank}"
+
+
+def _together(task: SearchTask, pp: int = 1) -> str:
+    """What stands against more stages than `pp`, "" for nothing."""
+    count = min((count for count in task.limits.why_not_staged if count > pp), default=0)
+    return f"no {count} stages, since {task.limits.why_not_staged[count]}" if count else ""
 
 
 def _counted(count: int, one: str, more: str = "") -> str:
@@ -164,6 +172,8 @@ def refuse(task: SearchTask, found: Searched, fewer_tokens: Callable[[], str]) -
         said = f"no mesh of {task.devices} devices goes with a batch of {_counted(task.limits.samples, 'sample')}"
         if not task.limits.divisible:
             return f"{said}: {task.limits.why_not}"
+        if "pp" in task.given.axes and (together := _together(task)):
+            return f"{said}: {together}. Plan with tp or dp, or with fewer stages."
         if task.given.axes == ("pp",) and task.limits.layers < task.devices:
             return (
                 f"{task.devices} stages need as many layers that are alike, and the model has {task.limits.layers}. "

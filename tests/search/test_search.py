@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -25,7 +26,7 @@ from autoshard.search.limits import Asked, Limits, check_given, parse_mesh
 from autoshard.search.processes import make_task, plan_processes, recipe_of
 from autoshard.search.reasons import remedy, take_less
 from autoshard.search.traced import trace, why_undivided
-from tests.search.models import Decoder, traced
+from tests.search.models import Decoder, Layer, traced
 
 
 def task_on(spec: str, *, reserve: float = 0.05, **changes):
@@ -301,6 +302,43 @@ def test_why_there_are_no_replicas_is_said():
         plan_processes(traced(samples=512), parse_devices("2xT4"), asked)
     plan, _, _ = plan_processes(traced(), parse_devices("4xA100-40GB"), replace(asked, micro_batch=4))
     assert plan.num_microbatches == 8 and "no replicas: its rows depend on each other" in plan.reasons
+
+
+class Remembers(Layer):
+    """Keeps a tensor for the layer after it, or reads that."""
+
+    def forward(self, x, kept, reads):
+        if reads:
+            return super().forward(x + kept.last)
+        kept.last = self.norm(x)
+        return super().forward(x)
+
+
+class Kept(Decoder):
+    """The last layer reads what the one before it keeps."""
+
+    def __init__(self, layers):
+        super().__init__(32, 0, 4, 64)
+        self.layers = nn.ModuleList(Remembers(32, 4) for _ in range(layers))
+
+    def forward(self, ids):
+        x, kept = self.embed(ids), SimpleNamespace()
+        for at, layer in enumerate(self.layers):
+            x = layer(x, kept, at == len(self.layers) - 1)
+        return self.head(self.norm(x))
+
+
+def test_stages_that_share_what_a_layer_keeps_are_not_planned():
+    model, devices = Kept(4), {f"cpu:{rank}": "1GiB" for rank in range(4)}
+    wishes = {"inputs": {"ids": torch.zeros(2, 8, dtype=torch.long)}, "launch": "processes"}
+    wishes["workload"] = Workload(batch_size=2, new_tokens=4)
+    reads = r"layers\.3 uses what layers\.2 keeps"
+    with pytest.raises(PlanError, match=rf"pp=4 is not possible: {reads}.* Plan with tp or dp, or with fewer stages\."):
+        autoshard.plan(model, devices, mesh="pp=4", **wishes)
+    plan = autoshard.plan(model, devices, strategy="pipeline", **wishes)
+    assert plan.mesh.pp == 2 and any(re.search(f"no 3 stages, since {reads}", why) for why in plan.reasons)
+    with pytest.raises(PlanError, match=r"no 2 stages, since layers\.1 uses what layers\.0 keeps"):
+        autoshard.plan(Kept(2), dict(list(devices.items())[:2]), strategy="pipeline", **wishes)
 
 
 def test_one_device_is_compared_with_nothing_that_takes_several():
