@@ -4,28 +4,26 @@
     python benchmarks/fit_efficiency.py runs.csv --dry-run       # print the table instead
     python benchmarks/fit_efficiency.py runs.csv --each          # errors of each source by a fit on all others
 
-All generations and stacks are fitted at once, since they share what does not depend on both: matrix products and
-links in a host belong to a generation, attention to a generation and to the age of its kernels, host time to a stack,
-the network to neither. Runs are divided by model and cluster (`fitted_on`), so that no recipe of a fitted group is in
-the test. What is made small is the soft-L1 sum of the logarithms of predicted over measured throughput: one odd run
-counts little. Each source weighs as the square root of its runs, and a pull towards what kernels were measured to reach
-elsewhere (`FIRST`) holds what the runs can't tell apart. A value that fewer than `FEWEST` runs depend on stays where it
-begins.
+All generations and stacks are fitted at once, since they share what does not depend on both (`parameter_of`). Runs are
+divided by model and cluster (`fitted_on`), so that no recipe of a fitted group is in the test. What is made small is
+the soft-L1 sum of the logarithms of predicted over measured throughput: one odd run counts little. Each source weighs
+as the square root of its runs, and a pull towards what kernels were measured to reach elsewhere (`FIRST`) holds what
+the runs can't tell apart. A value that fewer than `FEWEST` runs depend on stays where it begins.
 """
 
 import csv
-import hashlib
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
 from math import log
 from pathlib import Path
 
+import numpy as np
 from common import run_command
-from published import errors_of, price_rows
-from published_rows import DECODE, THROUGHPUT, Row, Unpriced, family, hardware_of, price, run_of, stack_of
+from published import errors, fitted_on, price_rows, read_rows
+from published_rows import DECODE, THROUGHPUT, Row, Unpriced, estimated, family, hardware_of, price, run_of, stack_of
 from scipy.optimize import least_squares
 
 import autoshard.engine.efficiency as efficiency
@@ -62,57 +60,35 @@ KERNELS = {"eager": "torch", "compiled": "torch", "early": "early", "fused": "fu
 """Whose matrix products and attention a stack has."""
 
 
-def group_of(row: Row) -> str:
-    """The model and cluster of a run: its recipes are fitted on together or not at all."""
-    return ",".join([family(row), *(row[name] for name in ("model", "hidden", "layers", "gpu", "gpus"))])
+def key_of(row: Row) -> tuple[str, str]:
+    """The row of the table that prices a run."""
+    return hardware_of(row)[0].generation, stack_of(row)
 
 
-def fitted_on(row: Row) -> bool:
-    """Whether a run is one that is fitted on: half of the groups of each source, by their names."""
-    return hashlib.sha256(group_of(row).encode()).digest()[0] % 2 == 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
-    """A run, the row of the table that prices it, and the function that does."""
-
-    row: Row
-    key: tuple[str, str]
-    price: Callable[[], float]
-
-
-def cases_of(rows: Sequence[Row]) -> list[Case]:
-    """Runs with what prices them; one figure of each run."""
-    found: dict[str, Case] = {}
+def cases_of(rows: Sequence[Row]) -> list[Row]:
+    """Runs that can be priced; one figure of each run."""
+    found: dict[str, Row] = {}
     for row in rows:
-        if row["metric"] not in (*THROUGHPUT, *DECODE) or run_of(row) in found or NOISY.search(row["id"]):
-            continue
-        priced = partial(price, row, serves=row["metric"] in DECODE)
-        try:
-            priced()
-        except (Unpriced, AutoshardError):
-            continue
-        key = hardware_of(row)[0].generation, stack_of(row)
-        if key in FIRST:
-            found[run_of(row)] = Case(row=row, key=key, price=priced)
+        if row["metric"] in (*THROUGHPUT, *DECODE) and run_of(row) not in found and not NOISY.search(row["id"]):
+            with suppress(Unpriced, AutoshardError):
+                price(row, serves=row["metric"] in DECODE)
+                if key_of(row) in FIRST:
+                    found[run_of(row)] = row
     return list(found.values())
 
 
 def parameter_of(generation: str, stack: str, name: str) -> str:
-    """The name of the fitted number that a cell of the table has."""
+    """The name of the fitted number that a cell of the table has: the network's are those of all cards and stacks."""
+    of: tuple[str, ...] = {"local": (generation,), "launch_seconds": (stack,)}.get(name, ())
     if name == "half_rows" and stack == "deepspeed":
-        return f"{name} {stack}"
-    if name in ("matmul", "half_size", "half_rows"):
+        of = (stack,)
+    elif name in ("matmul", "half_size", "half_rows"):
         name = name.replace("rows", "size")
         # Products of 2023 reached of the A100 what they do today, and less of the H100, which was new.
-        return f"{name} {generation} {'torch' if (generation, stack) == ('sm80', 'early') else KERNELS[stack]}"
-    if name in ("attention", "attention_backward"):
-        return f"{name} {generation} {KERNELS[stack]}"
-    if name == "local":
-        return f"{name} {generation}"
-    if name == "launch_seconds":
-        return f"{name} {stack}"
-    return name
+        of = generation, "torch" if (generation, stack) == ("sm80", "early") else KERNELS[stack]
+    elif name.startswith("attention"):
+        of = generation, KERNELS[stack]
+    return " ".join((name, *of))
 
 
 def cells() -> Iterator[tuple[tuple[str, str], str, str, float]]:
@@ -125,50 +101,41 @@ def cells() -> Iterator[tuple[tuple[str, str], str, str, float]]:
             yield key, name, parameter_of(*key, name), values[name]
 
 
-def fit(cases: Sequence[Case]) -> dict[tuple[str, str], Efficiency]:
+def fit(cases: Sequence[Row]) -> dict[tuple[str, str], Efficiency]:
     """The table that fits these runs best."""
     table = efficiency_table()
-    runs = Counter(family(case.row) for case in cases)
-    keys = Counter(case.key for case in cases)
+    runs, keys = Counter(map(family, cases)), Counter(map(key_of, cases))
     users: Counter[str] = Counter()
     for key, number in {(key, number) for key, _, number, _ in cells()}:
         users[number] += keys[key]
     starts = {number: (name, value) for _, name, number, value in reversed(list(cells()))}
     names = sorted(number for number in starts if users[number] >= FEWEST)
-    first = [_scaled(*starts[number]) for number in names]
+    low, high = np.array([BOUNDS[starts[number][0]] for number in names]).T
+    first = np.clip((np.array([starts[number][1] for number in names]) - low) / (high - low), 0.01, 0.99)
 
-    def fill(scaled: Sequence[float]) -> None:
-        known = {number: _value(starts[number][0], one) for number, one in zip(names, scaled, strict=True)}
+    def fill(scaled: np.ndarray) -> None:
+        known = dict(zip(names, (low + scaled * (high - low)).tolist(), strict=True))
         rows: dict[tuple[str, str], dict[str, float]] = defaultdict(dict)
         for key, name, number, value in cells():
             rows[key][name] = known.get(number, value)
         table.update({key: Efficiency(**row) for key, row in rows.items()})
+        estimated.cache_clear()
 
-    def errors(scaled: Sequence[float]) -> list[float]:
+    def differences(scaled: np.ndarray) -> list[float]:
         fill(scaled)
-        logs = [log(case.price() / float(case.row["value"])) / runs[family(case.row)] ** 0.25 for case in cases]
-        return logs + [PULL * (one - other) for one, other in zip(scaled, first, strict=True)]
+        ratios = [(row, price(row, serves=row["metric"] in DECODE) / float(row["value"])) for row in cases]
+        return [log(ratio) / runs[family(row)] ** 0.25 for row, ratio in ratios] + list(PULL * (scaled - first))
 
-    found = least_squares(errors, first, bounds=(0, 1), loss="soft_l1", f_scale=0.1, diff_step=0.01, max_nfev=40)
+    found = least_squares(differences, first, bounds=(0, 1), loss="soft_l1", f_scale=0.1, diff_step=0.01, max_nfev=40)
     fill(found.x)
     return {key: table[key] for key in FIRST}
 
 
-def _scaled(name: str, value: float) -> float:
-    low, high = BOUNDS[name]
-    return min(0.99, max(0.01, (value - low) / (high - low)))
-
-
-def _value(name: str, scaled: float) -> float:
-    low, high = BOUNDS[name]
-    return low + scaled * (high - low)
-
-
-def lines_of(found: Mapping[tuple[str, str], Efficiency], cases: Sequence[Case]) -> list[dict[str, str]]:
+def lines_of(found: Mapping[tuple[str, str], Efficiency], cases: Sequence[Row]) -> list[dict[str, str]]:
     """Rows of the table, with what they were fitted on."""
     lines = []
     for key, reached in found.items():
-        own = [case.row for case in cases if case.key == key]
+        own = [row for row in cases if key_of(row) == key]
         line = {"generation": key[0], "stack": key[1]}
         line |= {field.name: f"{getattr(reached, field.name):.3g}" for field in fields(Efficiency)}
         sources = " ".join(sorted({family(row) for row in own}))
@@ -181,20 +148,14 @@ def left_out(rows: Sequence[Row]) -> Iterator[str]:
     """Errors of each source, priced with what is fitted on the other sources."""
     half = cases_of([row for row in rows if fitted_on(row)])
     for name in dict.fromkeys(family(row) for row in rows):
-        own = [row for row in rows if family(row) == name]
+        own = [row for row in rows if family(row) == name and row["metric"] in (*THROUGHPUT, *DECODE)]
         if cases_of(own):
-            fit([case for case in half if family(case.row) != name])
-            for kind, metrics in (("throughput", THROUGHPUT), ("decode", DECODE)):
-                priced, _ = price_rows([row for row in own if row["metric"] in metrics])
-                if priced:
-                    median, ninety = errors_of(priced)
-                    figures = f"median {100 * median:5.1f} %  90th {100 * ninety:5.1f} %"
-                    yield f"{kind:11} {name:8} {len(priced):4} rows  {figures}"
+            fit([row for row in half if family(row) != name])
+            yield from (line for line in errors(price_rows(own)[0]) if f" {name} " in line)
 
 
 def main(file: Path, dry_run: bool = False, each: bool = False) -> None:
-    with file.open(newline="") as lines:
-        rows = list(csv.DictReader(lines))
+    rows = read_rows(file)
     if each:
         print("\n".join(left_out(rows)))
         return
@@ -204,8 +165,7 @@ def main(file: Path, dry_run: bool = False, each: bool = False) -> None:
         print(",".join(line.values()), flush=True)
     if dry_run:
         return
-    with TABLE.open(newline="") as lines:
-        kept = [one for one in csv.DictReader(lines) if (one["generation"], one["stack"]) not in FIRST]
+    kept = [one for one in read_rows(TABLE) if (one["generation"], one["stack"]) not in FIRST]
     by_stack = {line["stack"]: line for line in fitted}
     kept = [one | {name: by_stack[one["stack"]][name] for name in SHARED} for one in kept]
     with TABLE.open("w", newline="") as out:
@@ -215,4 +175,4 @@ def main(file: Path, dry_run: bool = False, each: bool = False) -> None:
 
 
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    run_command(__doc__, main)

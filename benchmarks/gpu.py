@@ -3,16 +3,13 @@
     python benchmarks/gpu.py -o results.json          one GPU, about 15 minutes; nothing is downloaded
     python benchmarks/gpu.py --dry -o results.json    the same parts with small models on simulated devices
 
-Parts (choose some with --only):
+Parts (choose some with --only), each with a predicted and a measured figure and their ratio, or with an error:
 
     equal     placement on GPU and CPU, a cut over both, offload to CPU and to disk, loading: largest relative error
-    memory    eight models, inference and training: predicted bytes against those that the allocator counted
-    kernels   matrix products and attention: predicted seconds against measured ones
-    runs      a decoder's prompt, its tokens (op by op, and compiled with CUDA graphs), a training step
+    memory    eight models, inference and training: bytes against those that the allocator counted
+    kernels   seconds of matrix products and attention
+    runs      of a decoder's prompt, its tokens (op by op, and compiled with CUDA graphs), a training step
     links     bytes per second between host and GPU, pinned and not, against what is assumed
-
-Each row has a predicted and a measured figure and their ratio; rows of "equal" have an error. Times are means of
-repeated runs with the clock read after the device is done.
 """
 
 import gc
@@ -29,7 +26,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from common import decoder, print_header, print_row, run_command
+from common import decoder, device_map, print_header, print_row, run_command
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
@@ -68,45 +65,33 @@ class Row:
         return self.predicted / self.measured if self.measured else float("nan")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What is measured on: `home` computes, `other` is the CPU beside it, or another simulated device.
+    """What is measured on: a GPU and the CPU beside it, or two simulated devices; `home` computes.
 
-    `scale`: how many times as wide as the smallest the models are. `devices`: the simulated ones.
+    `scale`: how many times as wide as the smallest the models are. `cluster`: `home`, as a plan knows it.
     """
 
-    home: str
-    other: str
-    scale: int
-    devices: Any = None
-
-    @property
-    def real(self) -> bool:
-        """Whether it is a GPU."""
-        return self.devices is None
-
-    @property
-    def cluster(self) -> Any:
-        """The device that computes, as a plan knows it."""
-        return parse_devices("auto") if self.real else parse_devices("1x64GiB")
+    def __init__(self, devices: Any = None) -> None:
+        self.devices, self.real = devices, devices is None
+        self.home, self.other, self.scale = ("cuda:0", "cpu", 8) if self.real else ("cpu:0", "cpu:1", 1)
+        self.cluster = parse_devices("auto" if self.real else "1x64GiB")
 
     def seconds(self, run: Callable[[], object], repeats: int = 20) -> float:
         """The mean of repeated runs, after two that warm up; the device is waited for."""
         return Timer("run()", globals={"run": run}).timeit(repeats).mean
 
-    def reset_peak(self) -> None:
-        """Begin to count the peak of the memory anew."""
+    def peak_bytes(self, run: Callable[[], object]) -> int:
+        """The most bytes of tensors during the second of two runs: the first makes what stays."""
+        run()
         if self.real:
             torch.cuda.reset_peak_memory_stats()
         else:
             self.devices.reset_peak()
-
-    def peak_bytes(self) -> int:
-        """The most bytes of tensors since then."""
+        run()
         return torch.cuda.max_memory_allocated() if self.real else self.devices.memory(self.home)[1]
 
 
-def models(scale: int) -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
+def models(scale: int) -> dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]:
     """Eight kinds of models with inputs."""
     sizes = {
         "vocab_size": 4000 * scale, "hidden_size": 128 * scale, "intermediate_size": 352 * scale,
@@ -116,21 +101,26 @@ def models(scale: int) -> dict[str, tuple[nn.Module, dict[str, torch.Tensor]]]:
         vocab_size=4000 * scale, d_model=128 * scale, d_kv=16 * scale, d_ff=352 * scale, num_layers=4, num_heads=8,
         decoder_start_token_id=0,
     )  # fmt: skip
-    ids, images = {"input_ids": torch.randint(0, 4000, (2, 256))}, torch.randn(8, 3, 64, 64)
-    without_cache, pair = {**ids, "use_cache": False}, {"decoder_input_ids": ids["input_ids"][:, :64]}
+    ids = torch.randint(0, 4000, (2, 256))
+    text, pair = {"input_ids": ids, "use_cache": False}, {"decoder_input_ids": ids[:, :64]}
     vit = transformers.ViTConfig(**sizes, image_size=64, patch_size=8)
-    auto, width = transformers.AutoModelForCausalLM.from_config, 256 * scale
-    convolutions = ((nn.Conv2d(32 if i else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for i in range(8))
-    linears = ((nn.Linear(width, width), nn.GELU()) for _ in range(8))
+    auto, width, eight = transformers.AutoModelForCausalLM.from_config, 256 * scale, range(8)
+
+    def convolution(index: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(32 if index else 3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+
     return {
-        "decoder": (auto(transformers.LlamaConfig(**sizes)), without_cache),
-        "decoder, tied": (auto(transformers.Qwen2Config(**sizes, tie_word_embeddings=True)), without_cache),
-        "mixture of experts": (auto(transformers.MixtralConfig(**sizes, num_local_experts=4)), without_cache),
-        "encoder": (transformers.AutoModel.from_config(transformers.BertConfig(**sizes)), ids),
-        "encoder-decoder": (transformers.T5ForConditionalGeneration(t5), {**without_cache, **pair}),
-        "vision": (transformers.ViTForImageClassification(vit), {"pixel_values": images}),
-        "convolutions": (nn.Sequential(*(nn.Sequential(*one) for one in convolutions)), {"input": images}),
-        "linear layers": (nn.Sequential(*(nn.Sequential(*one) for one in linears)), {"input": torch.randn(64, width)}),
+        "decoder": lambda: (auto(transformers.LlamaConfig(**sizes)), text),
+        "decoder, tied": lambda: (auto(transformers.Qwen2Config(**sizes, tie_word_embeddings=True)), text),
+        "mixture of experts": lambda: (auto(transformers.MixtralConfig(**sizes, num_local_experts=4)), text),
+        "encoder": lambda: (transformers.AutoModel.from_config(transformers.BertConfig(**sizes)), {"input_ids": ids}),
+        "encoder-decoder": lambda: (transformers.T5ForConditionalGeneration(t5), text | pair),
+        "vision": lambda: (transformers.ViTForImageClassification(vit), {"pixel_values": torch.randn(8, 3, 64, 64)}),
+        "convolutions": lambda: (nn.Sequential(*map(convolution, eight)), {"input": torch.randn(8, 3, 64, 64)}),
+        "linear layers": lambda: (
+            nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in eight)),
+            {"input": torch.randn(64, width)},
+        ),
     }
 
 
@@ -144,27 +134,24 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.cpu() - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
 
 
-def halves(first: str, second: str) -> dict[str, str]:
-    """A device map of a decoder of 8 layers: half of them on each of two devices."""
-    rest = {"model.embed_tokens": first, "model.rotary_emb": first, "model.norm": second, "lm_head": second}
-    return rest | {f"model.layers.{i}": first if i < 4 else second for i in range(8)}
-
-
-# ---- equal
+def backward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Any:
+    """Make gradients, and return the output."""
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs)
+    training_loss(output, "model").backward()
+    return output
 
 
 def equal(machine: Machine) -> Iterator[Row]:
     """Each way to apply a plan, against the model on the CPU in float32: rounding is about 1e-6, TF32 is off."""
-    sizes, layers = dict.fromkeys((machine.home, machine.other), "1GiB"), [f"model.layers.{i}" for i in range(8)]
-    split, whole = halves(machine.home, machine.other), halves(machine.home, machine.home)
-    disk, cpu = (
-        replace(autoshard.Plan.from_device_map(whole), offloaded=dict.fromkeys(layers, store))
-        for store in ("disk", "cpu")
-    )
+    home, other = machine.home, machine.other
+    sizes, split = {home: "1GiB", other: "1GiB"}, device_map([home] * 4 + [other] * 4, home, other)
+    disk = autoshard.Plan.from_device_map(device_map(["disk"] * 8, home, home))
+    cpu = replace(disk, offloaded=dict.fromkeys(disk.offloaded, "cpu"))
     ways: dict[str, Callable[[nn.Module, str], nn.Module]] = {
         "placed on two devices": lambda model, folder: autoshard.apply(model, split),
         "cut over two devices": lambda model, folder: autoshard.apply(
-            model, sizes, inputs=models(1)["decoder"][1], strategy="column-parallel"
+            model, sizes, inputs=models(1)["decoder"]()[1], strategy="column-parallel"
         ),
         "offloaded to the CPU": lambda model, folder: autoshard.apply(model, cpu),
         "offloaded to disk": lambda model, folder: autoshard.load(folder, plan=disk, progress=False),
@@ -172,29 +159,26 @@ def equal(machine: Machine) -> Iterator[Row]:
     }
     for way, run in ways.items():
         torch.manual_seed(0)
-        model, inputs = models(1)["decoder"]
+        model, inputs = models(1)["decoder"]()
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             model.save_pretrained(folder)
             expected = model.eval()(**inputs).logits
-            found = run(model, folder)(**on_device(inputs, machine.home)).logits
+            found = run(model, folder)(**on_device(inputs, home)).logits
             yield Row("equal", way, error=relative_error(found, expected))
-    model, inputs = models(1)["decoder"]
+    model, inputs = models(1)["decoder"]()
     inputs["labels"] = inputs["input_ids"]
-    model(**inputs).loss.backward()
-    gradients = {name: one.grad.clone() for name, one in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    autoshard.apply(model, split)(**on_device(inputs, machine.home)).loss.backward()
+    backward(model, inputs)
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    backward(autoshard.apply(model, split), on_device(inputs, home))
     errors = (relative_error(one.grad, gradients[name]) for name, one in model.named_parameters())
     yield Row("equal", "trained on two devices", error=max(errors))
 
 
-# ---- memory
-
-
 def memory(machine: Machine) -> Iterator[Row]:
-    """The peak of the second of two runs, whole and split: the first makes what stays."""
+    """The peak of a run, whole and split over two devices."""
     gc.collect()
-    for name, (model, inputs) in models(machine.scale).items():
+    for name, make in models(machine.scale).items():
+        model, inputs = make()
         for mode in ("inference", "training"):
             workload = autoshard.Workload(mode=mode)
             model.train(mode == "training")
@@ -207,7 +191,7 @@ def memory(machine: Machine) -> Iterator[Row]:
                 device = autoshard.estimate(plan, profile).devices[0]
                 autoshard.apply(model, plan)
                 first = next(model.parameters()).device  # where the estimate has the inputs
-                measured = _peak_bytes(machine, model, on_device(inputs, first), mode == "training")
+                measured = machine.peak_bytes(pass_of(model, on_device(inputs, first), mode))
                 autoshard.remove(model)
                 model.zero_grad(set_to_none=True)
                 gc.collect()
@@ -215,24 +199,18 @@ def memory(machine: Machine) -> Iterator[Row]:
                 yield Row("memory", f"{name}, {mode}{how}", "bytes", predicted, measured)
 
 
-def _peak_bytes(machine: Machine, model: nn.Module, inputs: dict[str, torch.Tensor], training: bool) -> int:
-    """The most bytes during the second of two runs."""
-    optimizer = torch.optim.AdamW(model.parameters()) if training else None
-    for _ in range(2):
-        machine.reset_peak()
-        with torch.set_grad_enabled(training):
-            if optimizer is None:
-                model(**inputs)
-            else:
-                optimizer.zero_grad(set_to_none=True)
-                output = model(**inputs)
-                training_loss(output, "model").backward()
-                optimizer.step()
-                del output
-    return machine.peak_bytes()
+def pass_of(model: nn.Module, inputs: dict[str, torch.Tensor], mode: str, **settings: Any) -> Callable[[], object]:
+    """A function that computes once, or trains a step with AdamW."""
+    if mode == "inference":
+        return torch.no_grad()(partial(model, **inputs))
+    optimizer = torch.optim.AdamW(model.parameters(), **settings)
 
+    def step() -> None:
+        output = backward(model, inputs)
+        optimizer.step()
+        del output  # a training loop has it until then
 
-# ---- kernels
+    return step
 
 
 def kernels(machine: Machine) -> Iterator[Row]:
@@ -243,11 +221,12 @@ def kernels(machine: Machine) -> Iterator[Row]:
     make = partial(torch.randn, dtype=torch.bfloat16, device=machine.home)
     for sizes in PRODUCTS:
         m, n, k = (max(1, size // shrink) for size in sizes)
-        left, right, moved = make(m, k), make(k, n), Volume(whole=2.0 * (m * k + k * n + m * n))
+        moved = Volume(whole=2.0 * (m * k + k * n + m * n))
         product = Product(flops=2.0 * m * n * k, m=m, n=n, k=k, batch=False, cut="", experts=0,
                           weight_elements=k * n, frozen=False, moved=moved)  # fmt: skip
         predicted = product_seconds(product, share, card, reached, padded=False)
-        yield Row("kernels", f"{m} x {k} by {k} x {n}", "s", predicted, machine.seconds(partial(torch.mm, left, right)))
+        measured = machine.seconds(partial(torch.mm, make(m, k), make(k, n)))
+        yield Row("kernels", f"{m} x {k} by {k} x {n}", "s", predicted, measured)
     for batch, heads, tokens, width in ATTENTIONS:
         tokens //= shrink
         elements = float(batch * heads * tokens * width)
@@ -256,9 +235,6 @@ def kernels(machine: Machine) -> Iterator[Row]:
         predicted, _ = attention_seconds(attention, share, Recipe(), card, reached)
         run = partial(scaled_dot_product_attention, *make(3, batch, heads, tokens, width), is_causal=True)
         yield Row("kernels", f"attention {batch} x {heads} x {tokens} x {width}", "s", predicted, machine.seconds(run))
-
-
-# ---- runs
 
 
 def runs(machine: Machine) -> Iterator[Row]:
@@ -287,23 +263,14 @@ def runs(machine: Machine) -> Iterator[Row]:
         if machine.real:
             two, many = (generate(count, 3, cache_implementation="static") for count in (2, new + 2))
             yield Row("runs", "token, compiled", "s", priced[True].token_seconds, (many - two) / new)
-    model.train()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=machine.real)
-
-    def train() -> None:
-        optimizer.zero_grad(set_to_none=True)
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        optimizer.step()
-
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    train = pass_of(model.train(), inputs, "training", fused=machine.real)
     yield Row("runs", "training step", "s", step.latency_seconds, machine.seconds(train, 5))
 
 
 def _estimated(machine: Machine, model: nn.Module, workload: autoshard.Workload, **wishes: Any) -> autoshard.Estimate:
     plan = autoshard.plan(model, machine.cluster, workload=workload, launch="processes", mesh="dp=1", **wishes)
     return autoshard.estimate(plan, autoshard.profile(model, workload=workload), machine.cluster)
-
-
-# ---- links
 
 
 def links(machine: Machine) -> Iterator[Row]:
@@ -326,26 +293,21 @@ PARTS: dict[str, Callable[[Machine], Iterator[Row]]] = {
 
 
 def run_parts(machine: Machine, names: Sequence[str]) -> list[Row]:
-    """Run some parts; what fails is a row, and the others go on."""
+    """Run some parts and print their rows; what fails is a row, and the others go on."""
     rows: list[Row] = []
     print_header("part", "case", "predicted", "measured", "ratio")
     for name in names:
         try:
             for row in PARTS[name](machine):
                 rows.append(row)
-                print_row(cells(row))
+                ratio = f"{row.ratio:.2f}" if row.error is None else f"error {row.error:.1e}"
+                figures = (f"{row.predicted:.4g} {row.unit}", f"{row.measured:.4g}") if row.error is None else ("", "")
+                print_row(name, row.case, *figures, ratio)
         except Exception as error:
             traceback.print_exc()
             rows.append(Row(name, "stopped", failed=f"{type(error).__name__}: {error}"))
-            print_row(cells(rows[-1]))
+            print_row(name, "stopped", rows[-1].failed, "", "")
     return rows
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    """A row of the table."""
-    if row.failed or row.error is not None:
-        return row.part, row.case, row.failed, "", "" if row.failed else f"error {row.error:.1e}"
-    return row.part, row.case, f"{row.predicted:.4g} {row.unit}", f"{row.measured:.4g}", f"{row.ratio:.2f}"
 
 
 def main(
@@ -356,8 +318,7 @@ def main(
         raise SystemExit("there is no GPU here: run the same parts on simulated devices with --dry.")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     with autoshard.simulate("2x64GiB") if dry else nullcontext() as devices:
-        home, other, scale = ("cpu:0", "cpu:1", 1) if dry else ("cuda:0", "cpu", 8)
-        rows = run_parts(Machine(home=home, other=other, scale=scale, devices=devices), only)
+        rows = run_parts(Machine(devices), only)
     if output is not None:
         card = "simulated" if dry else torch.cuda.get_device_name()
         found = {"torch": torch.__version__, "device": card, "rows": [asdict(row) for row in rows]}
@@ -367,4 +328,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    run_command(__doc__, main)

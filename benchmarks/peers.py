@@ -2,10 +2,9 @@
 
     python benchmarks/peers.py [name ...]
 
-The models are those of tests/models: small random transformers of many kinds, and hostile ones. Each tool gets the
-model and inputs and no hint. Capture tools are asked for a graph that gives the same output. Placement tools are asked
-to run the model spread: Accelerate half on the CPU and half on disk (it has no simulated devices), autoshard over three
-simulated devices of which none holds the model.
+The models are those of tests/models: small random transformers of many kinds, and hostile ones. Capture tools are asked
+for a graph that gives the same output. Placement tools are asked to run the model spread: Accelerate half on the CPU
+and half on disk (it has no simulated devices), autoshard over three simulated devices of which none holds the model.
 Prints a Markdown table and the first line of every failure.
 """
 
@@ -26,13 +25,14 @@ from tests.conformance import checks
 from tests.models import HF_CASES, HOSTILE_CASES, Case, same
 
 
-def symbolic_trace(case: Case) -> bool:
-    return _same(case, torch.fx.symbolic_trace(case.model()))
+def equal(case: Case, model: torch.nn.Module) -> bool:
+    """Whether a model gives what the case's own does."""
+    return same(checks.forward(case.model(), case.example()), checks.forward(model, case.example()))
 
 
-def export(case: Case) -> bool:
+def exported(case: Case) -> torch.nn.Module:
     with torch.no_grad():
-        return _same(case, torch.export.export(case.model(), (), case.example(), strict=False).module())
+        return torch.export.export(case.model(), (), case.example(), strict=False).module()
 
 
 def autoshard_capture(case: Case) -> bool:
@@ -47,7 +47,7 @@ def accelerate_split(case: Case) -> bool:
     device_map = {path: "cpu" if index < len(paths) / 2 else "disk" for index, path in enumerate(paths)}
     with tempfile.TemporaryDirectory() as folder:
         accelerate.dispatch_model(model, device_map, main_device="cpu", offload_dir=folder, force_hooks=True)
-        return _same(case, model)
+        return equal(case, model)
 
 
 def autoshard_apply(case: Case) -> bool:
@@ -55,13 +55,9 @@ def autoshard_apply(case: Case) -> bool:
     return not checks.difference_when_placed(case.model, plan, [lambda model: checks.forward(model, case.example())])
 
 
-def _same(case: Case, model: torch.nn.Module) -> bool:
-    return same(checks.forward(case.model(), case.example()), checks.forward(model, case.example()))
-
-
 TOOLS: dict[str, Callable[[Case], bool]] = {
-    "capture: torch.fx.symbolic_trace": symbolic_trace,
-    "capture: torch.export, strict=False": export,
+    "capture: torch.fx.symbolic_trace": lambda case: equal(case, torch.fx.symbolic_trace(case.model())),
+    "capture: torch.export, strict=False": lambda case: equal(case, exported(case)),
     "capture: autoshard": autoshard_capture,
     "placement: Accelerate, CPU and disk": accelerate_split,
     "placement: autoshard, balanced": autoshard_apply,
@@ -90,7 +86,7 @@ def main(*names: str) -> None:
             failures += [f"{tool}: {name}: {said}" for name, (_, said) in found.items() if said]
             score = Counter(result for result, _ in found.values())
             cells.append(" / ".join(str(score[result]) for result in ("equal", "differs", "fails")))
-        print_row((tool, *cells))
+        print_row(tool, *cells)
     print("\n" + "\n".join(failures))
 
 

@@ -68,7 +68,7 @@ def main(pattern: str = "") -> None:
             (Path(folder) / model / "config.json").write_text(json.dumps({**config, **sizes}))
         for name in (name for name in CASES if pattern in name):
             clock, processor, memory = map(min, zip(*(run(name, folder) for _ in range(ROUNDS)), strict=True))
-            print_row((name, f"{clock:.1f}", f"{processor:.1f}", CASES[name][1], f"{memory / 2**20:.0f}"))
+            print_row(name, f"{clock:.1f}", f"{processor:.1f}", CASES[name][1], f"{memory / 2**20:.0f}")
 
 
 if __name__ == "__main__":

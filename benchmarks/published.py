@@ -10,6 +10,7 @@ from its dimensions: a Llama-like decoder of transformers, a mixture of experts,
 """
 
 import csv
+import hashlib
 import json
 import statistics
 import sys
@@ -32,14 +33,35 @@ class Priced:
     """One row with its figure predicted."""
 
     row: Row
-    metric: str
-    family: str
     predicted: float
-    measured: float
+
+    @property
+    def metric(self) -> str:
+        return self.row["metric"]
+
+    @property
+    def measured(self) -> float:
+        return float(self.row["value"])
 
     @property
     def ratio(self) -> float:
         return self.predicted / self.measured if self.measured else float(self.predicted == self.measured)
+
+
+def read_rows(file: Path) -> list[Row]:
+    """All rows of a file of figures."""
+    with file.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def group_of(row: Row) -> str:
+    """The model and cluster of a run: its recipes are fitted on together or not at all."""
+    return ",".join([family(row), *(row[name] for name in ("model", "hidden", "layers", "gpu", "gpus"))])
+
+
+def fitted_on(row: Row) -> bool:
+    """Whether a run is one that is fitted on: half of the groups of each source, by their names."""
+    return hashlib.sha256(group_of(row).encode()).digest()[0] % 2 == 0
 
 
 def price_rows(rows: Sequence[Row]) -> tuple[list[Priced], list[dict[str, str]]]:
@@ -47,17 +69,14 @@ def price_rows(rows: Sequence[Row]) -> tuple[list[Priced], list[dict[str, str]]]
     priced: list[Priced] = []
     unpriced: list[dict[str, str]] = []
     serving = {run_of(row) for row in rows if row["metric"] in DECODE}
-    known: dict[Any, Any] = {}
     for index, row in enumerate(rows):
         if sys.stderr.isatty():
             print(f"\r{index + 1}/{len(rows)}", end="", file=sys.stderr)
         try:
-            value = price(row, serves=run_of(row) in serving or bool(ANSWERS.search(row["source"])), known=known)
+            serves = run_of(row) in serving or bool(ANSWERS.search(row["source"]))
+            priced.append(Priced(row=row, predicted=price(row, serves=serves)))
         except (Unpriced, AutoshardError) as error:
             unpriced.append({"id": row["id"], "reason": str(error)})
-        else:
-            priced.append(Priced(row=row, metric=row["metric"], family=family(row), predicted=value,
-                                 measured=float(row["value"])))  # fmt: skip
     return priced, unpriced
 
 
@@ -71,8 +90,8 @@ def errors(priced: Sequence[Priced]) -> Iterator[str]:
     """Errors per source and in all."""
     for kind, metrics in (("throughput", THROUGHPUT), ("memory", MEMORY), ("decode", DECODE)):
         chosen = [one for one in priced if one.metric in metrics]
-        for name in [*dict.fromkeys(one.family for one in chosen), "all"] if chosen else []:
-            own = [one for one in chosen if name in (one.family, "all")]
+        for name in [*dict.fromkeys(family(one.row) for one in chosen), "all"] if chosen else []:
+            own = [one for one in chosen if name in (family(one.row), "all")]
             median, ninety = errors_of(own)
             yield (
                 f"{kind:11} {name:8} {len(own):4} rows  median error {100 * median:5.1f} %  "
@@ -89,7 +108,7 @@ def rankings(priced: Sequence[Priced]) -> Iterator[str]:
     groups: dict[tuple[str, ...], dict[Any, Priced]] = defaultdict(dict)
     for one in priced:
         if one.metric in THROUGHPUT:
-            groups[one.family, *(one.row[name] for name in names)].setdefault(recipe_of(one.row), one)
+            groups[family(one.row), *(one.row[name] for name in names)].setdefault(recipe_of(one.row), one)
     regrets, taus = [], []
     for (source, model, gpu, gpus, *_), members in groups.items():
         metric = Counter(one.metric for one in members.values()).most_common(1)[0][0]
@@ -120,13 +139,10 @@ def rankings(priced: Sequence[Priced]) -> Iterator[str]:
 def main(
     file: Path, as_json: Annotated[bool, typer.Option("--json")] = False, rows: bool = False, halves: bool = False
 ) -> None:
-    with file.open(newline="") as lines:
-        priced, unpriced = price_rows(list(csv.DictReader(lines)))
+    priced, unpriced = price_rows(read_rows(file))
     if as_json:
-        listed = [
-            {"id": one.row["id"], "metric": one.metric, "predicted": one.predicted, "measured": one.measured}
-            for one in priced
-        ]
+        names = ("metric", "predicted", "measured")
+        listed = [{"id": one.row["id"], **{name: getattr(one, name) for name in names}} for one in priced]
         print(json.dumps({"rows": listed, "unpriced": unpriced}))
         return
     if rows:
@@ -136,8 +152,6 @@ def main(
         print(f"not priced  {count:4} rows  {reason}")
     parts = {"": priced}
     if halves:
-        from fit_efficiency import fitted_on
-
         parts = {"fitted on": [one for one in priced if fitted_on(one.row)]}
         parts["the other"] = [one for one in priced if not fitted_on(one.row)]
     for name, part in parts.items():
@@ -145,4 +159,4 @@ def main(
 
 
 if __name__ == "__main__":
-    run_command(main, __doc__)
+    run_command(__doc__, main)

@@ -9,26 +9,24 @@ from typing import Any
 import torch
 import transformers
 
-from autoshard.axes.walk import walk_over
-from autoshard.capture.capture import capture
 from autoshard.cluster.hardware import find_hardware
 from autoshard.cluster.parse import parse_devices
 from autoshard.cluster.topology import Topology, topology_of
-from autoshard.engine.blocks import ModelWork, model_work
+from autoshard.engine.blocks import ModelWork
 from autoshard.engine.generation import price_generation
 from autoshard.engine.local import sums_of
 from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.precision import Precision
 from autoshard.engine.price import price_step
 from autoshard.engine.recipe import Recipe
-from autoshard.engine.timing import Card
+from autoshard.engine.timing import Card, card_of
 from autoshard.errors import AutoshardError
 from autoshard.plan.workload import Workload
+from autoshard.search.traced import trace
 
 Row = Mapping[str, str]
-RATES = ("tokens_per_s_per_gpu", "tokens_per_s_total", "tokens_per_s", "step_time")
 TFLOPS = ("hardware_tflops_per_gpu", "model_tflops_per_gpu", "mfu", "hfu", "percent_of_peak")
-THROUGHPUT = (*RATES, *TFLOPS)
+THROUGHPUT = ("tokens_per_s_per_gpu", "tokens_per_s_total", "tokens_per_s", "step_time", *TFLOPS)
 MEMORY = ("peak_mem_per_gpu", "peak_allocated_per_gpu", "peak_reserved_per_gpu", "allocated_between_steps")
 DECODE = ("decode_tokens_per_s", "ms_per_token_per_sequence", "s_per_token", "generation_tokens_per_s")
 TRACED_LAYERS = 3
@@ -36,19 +34,20 @@ TRACED_LAYERS = 3
 METERS = {"bs": "used", "kf": "allocated", "kfc": "allocated"}
 """What a source read its peak from, where it is not what the allocator reserved."""
 UNITS = {"GiB": 2**30, "MiB": 2**20, "GB": 1e9, "MB": 1e6}
-GPT_LIKE = re.compile(r"\b(gpt|mpt|opt|bloom|bigscience|megatron|turing)", re.I)
+GPT_LIKE = r"\b(gpt|mpt|opt|bloom|bigscience|megatron|turing)"
 """Models with learned positions, LayerNorm, a plain MLP of four times the width and tied embeddings."""
+MIXTURE = r"moe|mixtral|x\d+b\b|-a\d+b|deepseek|gpt.oss|kimi"
 HAND_FUSED = ("fused", "deepspeed")
 STACKS = {
-    "deepspeed": re.compile(r"megatron-deepspeed|bigscience", re.I),
-    "fused": re.compile(r"megatron|nemo|transformer.?engine|\bTE\b", re.I),
-    "early": re.compile(r"mosaicml|llm-foundry", re.I),
+    "deepspeed": r"megatron-deepspeed|bigscience",
+    "fused": r"megatron|nemo|transformer.?engine|\bTE\b",
+    "early": r"mosaicml|llm-foundry",
 }
 """Who made the kernels, by what a source says: DeepSpeed runs those of Megatron, which fused them by hand; torch 1.13
 and 2.0, of 2023, had the first fused attention, made for the A100."""
-UNFUSED = re.compile(r"bigscience|2104\.04473|2205\.05198", re.I)
+UNFUSED = r"bigscience|2104\.04473|2205\.05198"
 """Sources of 2021 and 2022, before fused attention."""
-SERVED = re.compile(r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi", re.I)
+SERVED = r"vllm|sglang|tensorrt|trt-llm|lmdeploy|tgi"
 ANSWERS = re.compile(r"decode|-token prompt")
 """What a source says of runs that generate and don't train."""
 JEAN_ZAY_BYTES_PER_SECOND = 4 * 25e9
@@ -61,31 +60,35 @@ class Unpriced(Exception):
     """A row that can't be priced; the message says why."""
 
 
+def refuse(found: object, reason: str) -> None:
+    """Raise `Unpriced` where something was found."""
+    if found:
+        raise Unpriced(reason)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dimensions:
-    """A decoder: `kind` "gpt" or "llama"; `experts` of which `chosen` compute each token.
+class Shape:
+    """A decoder: how its classes in transformers begin, and what their configuration is given.
 
     `fused_norms`: not with nanotron, whose peaks show about 6 bytes more per token and column than the tensors that are
     known to be kept; norms that are written op by op stand for them, with 8. What they are was not found.
     """
 
     kind: str
-    hidden: int
+    config: tuple[tuple[str, Any], ...]
     layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    seq: int
     tied: bool
-    experts: int = 0
-    chosen: int = 0
-    fused_norms: bool = True
+    fused_norms: bool
 
 
 def number(row: Row, name: str, default: int = 0) -> int:
     """A whole number of a row, `default` where the cell is empty or says "on"."""
     return int(float(row[name])) if row[name] not in ("", "on") else default
+
+
+def says(row: Row, name: str, pattern: str) -> re.Match[str] | None:
+    """Where a text of a row has a pattern, in capitals or not."""
+    return re.search(pattern, row[name], re.I)
 
 
 def family(row: Row) -> str:
@@ -98,29 +101,32 @@ def run_of(row: Row) -> str:
     return row["id"].split(":")[0]
 
 
-def dimensions_of(row: Row) -> Dimensions:
+def shape_of(row: Row) -> Shape:
     """The model of a row. Raises `Unpriced` where dimensions are missing."""
     missing = [name for name in ("hidden", "layers") if not row[name]]
-    if missing:
-        raise Unpriced(f"no {', '.join(missing)}")
-    if re.search(r"cut to \d+ layers", row["model"]):
-        raise Unpriced("a model cut to its first layers")
-    gpt = bool(GPT_LIKE.search(row["model"])) or family(row) in ("mpt", "bs")
+    refuse(missing, f"no {', '.join(missing)}")
+    refuse(re.search(r"cut to \d+ layers", row["model"]), "a model cut to its first layers")
+    gpt = bool(says(row, "model", GPT_LIKE)) or family(row) in ("mpt", "bs")
     experts, chosen = experts_of(row)
-    if not experts and re.search(r"moe|mixtral|x\d+b\b|-a\d+b|deepseek|gpt.oss|kimi", row["model"], re.I):
-        raise Unpriced("a mixture whose experts are not given")
+    refuse(not experts and says(row, "model", MIXTURE), "a mixture whose experts are not given")
     seq = number(row, "seq") or (512 if row["metric"] in (*DECODE, *MEMORY) else 0)
-    if not seq:
-        raise Unpriced("no seq")
-    hidden = number(row, "hidden")
+    refuse(not seq, "no seq")
+    tied = gpt or bool(re.search(r"\btied\b", f"{row['model']} {row['source']}"))
+    hidden, vocab = number(row, "hidden"), vocabulary_of(row, gpt)
     heads = number(row, "heads") or max(1, hidden // 128)
-    shape = Dimensions(
-        kind="gpt" if gpt else "llama", hidden=hidden, layers=number(row, "layers"), heads=heads,
-        kv_heads=number(row, "kv_heads", heads), ffn=number(row, "ffn"), vocab=vocabulary_of(row, gpt), seq=seq,
-        tied=gpt or bool(re.search(r"\btied\b", f"{row['model']} {row['source']}")),
-        experts=experts, chosen=chosen, fused_norms=family(row) != "nano",
+    config = {"hidden_size": hidden, "vocab_size": vocab, "num_attention_heads": heads, "max_position_embeddings": seq}
+    if gpt:
+        kind, ffn = "OPT", number(row, "ffn") or 4 * hidden
+        config |= {"ffn_dim": ffn, "activation_function": "gelu", "dropout": 0.0, "word_embed_proj_dim": hidden}
+    else:
+        kind, kv_heads = "Mixtral" if experts else "Llama", number(row, "kv_heads", heads)
+        ffn = number(row, "ffn") or _ffn_of(row, 2 + 2 * kv_heads / heads, (1 if tied else 2) * vocab)
+        config |= {"num_key_value_heads": kv_heads, "intermediate_size": ffn}
+        config |= {"num_local_experts": experts, "num_experts_per_tok": chosen} if experts else {}
+    return Shape(
+        kind=kind, config=tuple(config.items()), layers=number(row, "layers"), tied=tied,
+        fused_norms=family(row) != "nano",
     )  # fmt: skip
-    return shape if shape.ffn else replace(shape, ffn=_ffn_of(row, shape))
 
 
 def vocabulary_of(row: Row, gpt: bool) -> int:
@@ -138,22 +144,21 @@ def vocabulary_of(row: Row, gpt: bool) -> int:
 
 def experts_of(row: Row) -> tuple[int, int]:
     """How many experts a layer has, and how many of them compute each token; (0, 0) without."""
-    named = re.search(r"(\d+) experts top-(\d+)", row["model"])
+    named = says(row, "model", r"(\d+) experts top-(\d+)")
     return (int(named[1]), int(named[2])) if named else (0, 0)
 
 
-def _ffn_of(row: Row, shape: Dimensions) -> int:
-    """The width of the MLP: what is left of the parameters, or the usual one."""
-    hidden = shape.hidden
-    if shape.kind == "gpt":
-        return 4 * hidden
+def _ffn_of(row: Row, squares: float, words: int) -> int:
+    """The width of a gated MLP: what the parameters leave, or the usual one.
+
+    `squares`: of the hidden size, in the attention of a layer; `words`: rows of all tables of words.
+    """
+    hidden, layers, (experts, _) = number(row, "hidden"), number(row, "layers"), experts_of(row)
     usual = -(-8 * hidden // 3 // 256) * 256
-    if not row["params_b"] or (not shape.experts and re.search(r"opt|phi|gpt", row["model"], re.I)):
+    if not row["params_b"] or (not experts and says(row, "model", r"opt|phi|gpt")):
         return usual
-    attention = hidden * hidden * (2 + 2 * shape.kv_heads / shape.heads)
-    tables = (1 if shape.tied else 2) * shape.vocab * hidden
-    left = float(row["params_b"]) * 1e9 - tables - shape.layers * attention
-    found = round(left / shape.layers / (3 * hidden * max(1, shape.experts)) / 64) * 64
+    left = float(row["params_b"]) * 1e9 - words * hidden - layers * squares * hidden * hidden
+    found = round(left / layers / (3 * hidden * max(1, experts)) / 64) * 64
     return found if hidden // 4 <= found <= 8 * hidden else usual
 
 
@@ -167,34 +172,24 @@ def with_fused_norms(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @functools.cache
-def work_of(shape: Dimensions) -> ModelWork:
+def work_of(shape: Shape) -> ModelWork:
     """Build a decoder of a few layers on meta, fold it, and count its layer as often as the model has it."""
-    common: dict[str, Any] = {
-        "vocab_size": shape.vocab, "use_cache": False, "attn_implementation": "sdpa", "tie_word_embeddings": False,
-        "num_attention_heads": shape.heads, "num_hidden_layers": TRACED_LAYERS, "hidden_size": shape.hidden,
-        "max_position_embeddings": shape.seq, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
-    }  # fmt: skip
-    decoder = {"num_key_value_heads": shape.kv_heads, "intermediate_size": shape.ffn}
-    experts = {"num_local_experts": shape.experts, "num_experts_per_tok": shape.chosen}
-    gpt = {"ffn_dim": shape.ffn, "activation_function": "gelu", "dropout": 0.0, "word_embed_proj_dim": shape.hidden}
+    given = dict(shape.config)
+    config = getattr(transformers, f"{shape.kind}Config")(
+        **given, num_hidden_layers=TRACED_LAYERS, use_cache=False, attn_implementation="sdpa",
+        tie_word_embeddings=False, bos_token_id=0, eos_token_id=0, pad_token_id=None,
+    )  # fmt: skip
     with torch.device("meta"):
-        if shape.kind == "gpt":
-            model: Any = transformers.OPTForCausalLM(transformers.OPTConfig(**gpt, **common))
-        elif shape.experts:
-            model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**experts, **decoder, **common))
-        else:
-            model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**decoder, **common))
-        model = model.to(torch.bfloat16)
+        model = getattr(transformers, f"{shape.kind}ForCausalLM")(config).to(torch.bfloat16)
         if shape.fused_norms:
             model = with_fused_norms(model)
-    ids = torch.zeros(2, shape.seq, dtype=torch.long)
-    workload = Workload(batch_size=2, sequence_length=shape.seq)
-    graph = capture(model, {"input_ids": ids, "labels": ids.clone()}, workload=workload, composite=True)
-    work = model_work(walk_over(graph, graph.ops), 2, shape.seq)
-    if sum(block.layer for block in work.blocks) != 1:
-        raise Unpriced("its layers are not all alike")
+    seq = given["max_position_embeddings"]
+    ids = torch.zeros(2, seq, dtype=torch.long)
+    workload = Workload(batch_size=2, sequence_length=seq)
+    work = trace(model, {"input_ids": ids, "labels": ids.clone()}, workload).work
+    refuse(sum(block.layer for block in work.blocks) != 1, "its layers are not all alike")
     # Tied embeddings are cut along the vocabulary as others are; they are counted once.
-    tied = shape.vocab * shape.hidden if shape.tied else 0
+    tied = given["vocab_size"] * given["hidden_size"] if shape.tied else 0
     blocks = tuple(
         replace(block, count=shape.layers) if block.layer
         else replace(block, shared=tied) if block.path == "last" else block
@@ -205,51 +200,40 @@ def work_of(shape: Dimensions) -> ModelWork:
 
 def stack_of(row: Row) -> Any:
     """Who made the kernels."""
-    if SERVED.search(row["source"]):
+    if says(row, "source", SERVED):
         return "compiled"
     if family(row) in ("sc21", "mb", "mlm", "mk22"):
         return "fused"
-    named = (stack for stack, pattern in STACKS.items() if pattern.search(row["source"]))
+    named = (stack for stack, pattern in STACKS.items() if says(row, "source", pattern))
     return next(named, "compiled" if row["compile"] in ("yes", "thunder") else "eager")
 
 
 def recipe_of(row: Row) -> Recipe:
     """The recipe as given. Raises `Unpriced` where it does not determine a run."""
-    if re.search(r"fp8|mxfp8|nvfp4|nf4|int\d", row["dtype"].lower()):
-        raise Unpriced(f"computes in {row['dtype']}")
-    if not row["dtype"] and re.search(r"quantis|nemo", row["source"], re.I):
-        raise Unpriced("computes in a precision that is not given")
-    if "lora" in row["optimizer"].lower():
-        raise Unpriced("trains adapters")
+    refuse(says(row, "dtype", r"fp8|nvfp4|nf4|int\d"), f"computes in {row['dtype']}")
+    refuse(not row["dtype"] and says(row, "source", r"quantis|nemo"), "computes in a precision that is not given")
+    refuse("lora" in row["optimizer"].lower(), "trains adapters")
     gpus, tp, pp, cp, ep = (number(row, name, 1) for name in ("gpus", "tp", "pp", "cp", "ep"))
     rest = max(1, gpus // (tp * pp * cp))
     stack = stack_of(row)
     fused = stack in HAND_FUSED
     if row["fsdp"] and not (fused and row["fsdp"] == "1"):
         fsdp = number(row, "fsdp", rest)
-        if ep > 1 and fsdp * tp * pp * cp * ep == gpus:
-            raise Unpriced("ranks of experts that compute the same samples")
-        dp = max(1, rest // max(1, fsdp))
-    elif row["dp"] or fused:
-        fsdp, dp = 1, rest
+        refuse(ep > 1 and fsdp * tp * pp * cp * ep == gpus, "ranks of experts that compute the same samples")
     else:
-        fsdp, dp = rest, 1
-    if dp * fsdp * tp * pp * cp != gpus:
-        raise Unpriced("the degrees do not multiply to the GPUs")
-    if gpus // pp % ep:
-        raise Unpriced("the degree of experts does not divide the ranks")
-    micro = number(row, "micro_batch")
-    if not micro and not (pp > 1 and row["global_batch"]):
-        raise Unpriced("no micro_batch")
-    micro = micro or 1
-    batch = number(row, "global_batch")
+        fsdp = 1 if row["dp"] or fused else rest
+    dp = max(1, rest // max(1, fsdp))
+    refuse(dp * fsdp * tp * pp * cp != gpus, "the degrees do not multiply to the GPUs")
+    refuse(gpus // pp % ep, "the degree of experts does not divide the ranks")
+    refuse(not number(row, "micro_batch") and not (pp > 1 and row["global_batch"]), "no micro_batch")
+    micro, batch = number(row, "micro_batch") or 1, number(row, "global_batch")
     accumulated = re.search(r"accumulation (?:or micro-batches )?(\d+)", row["source"])
     if batch:
         count = max(1, round(batch / (micro * dp * fsdp)))
     else:
         count = int(accumulated[1]) if accumulated else 1 if pp == 1 else 4 * pp
     own = family(row) in ("kf", "kfc")
-    unfused = bool(UNFUSED.search(row["source"])) and not row["recompute"].startswith("selective")
+    unfused = bool(says(row, "source", UNFUSED)) and not row["recompute"].startswith("selective")
     whole_sequences = family(row) in ("bs", "sc21") or ("unless PP" in row["source"] and pp > 1)
     return Recipe(
         dp=dp, fsdp=fsdp, tp=tp, pp=pp, cp=cp, ep=ep, micro_batch=micro, num_microbatches=count,
@@ -265,8 +249,7 @@ def recipe_of(row: Row) -> Recipe:
 def recompute_of(row: Row) -> Any:
     """What is computed again; Megatron's selective recomputation is of what fused attention never keeps."""
     text = row["recompute"]
-    if "every" in text:
-        raise Unpriced("recomputes some layers")
+    refuse("every" in text, "recomputes some layers")
     if family(row) == "sc21" or text == "full":
         return "full"
     return "selective" if text.startswith("selective") and stack_of(row) not in HAND_FUSED else "none"
@@ -291,15 +274,12 @@ def precision_of(row: Row) -> Precision:
 def serving_of(row: Row) -> tuple[Recipe, int, int, int]:
     """The recipe of a generation as given; sequences, tokens of a prompt, new tokens."""
     quantised = next((size for name, size in QUANTISED.items() if row["dtype"].startswith(name)), 0.0)
-    if row["dtype"].startswith("nf4") and row["metric"] in DECODE:
-        raise Unpriced("kernels that dequantise on the fly")
-    if "fp8" in row["dtype"]:
-        raise Unpriced(f"computes in {row['dtype']}")
-    if re.search(r"cpu|dram|offload", row["source"], re.I) and "lowest level gpu" not in row["source"]:
-        raise Unpriced("weights outside of the cards")
+    refuse(row["dtype"].startswith("nf4") and row["metric"] in DECODE, "kernels that dequantise on the fly")
+    refuse("fp8" in row["dtype"], f"computes in {row['dtype']}")
+    outside = says(row, "source", r"cpu|dram|offload") and "lowest level gpu" not in row["source"]
+    refuse(outside, "weights outside of the cards")
     gpus, tp, pp = (number(row, name, 1) for name in ("gpus", "tp", "pp"))
-    if gpus % (tp * pp):
-        raise Unpriced("the degrees do not multiply to the GPUs")
+    refuse(gpus % (tp * pp), "the degrees do not multiply to the GPUs")
     size = quantised or (4.0 if "32" in row["dtype"] else 2.0)
     precision = Precision(parameters=size, compute=4 if size == 4 else 2)
     sequences = number(row, "global_batch") or number(row, "micro_batch", 1)
@@ -313,7 +293,7 @@ def serving_of(row: Row) -> tuple[Recipe, int, int, int]:
     )
 
 
-def card_of(row: Row) -> Any:
+def named_card(row: Row) -> Any:
     """The card in the hardware table; what its power or the size of its memory are is no part of its name there."""
     return find_hardware(re.sub(r"^DGX-| ?\(.*\)|-\d+W$| \d+W$|-HBM2e.*|-96GB", "", row["gpu"]))
 
@@ -322,23 +302,21 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
     """The card, and how the row's cards are connected."""
     text = row["gpu"]
     try:
-        known = card_of(row)
+        known = named_card(row)
     except AutoshardError as error:
         raise Unpriced(f"the card {text!r} is not in the table") from error
     watts, bandwidth, size = (re.search(found, text) for found in (r"(\d+) ?W", r"([\d.]+) TB/s", r"(\d+)GB"))
-    full_watts = {"sm90": 700, "sm80": 400}.get(known.arch, 0)
-    power = min(1.0, int(watts[1]) / full_watts) if watts and full_watts else 1.0
-    gigabytes = int(size[1]) if size else known.nominal_gb
-    rates = known.flops_per_second
-    card = Card(
-        generation=known.arch,
-        flops_per_second=(rates.get("bfloat16") or rates.get("float16") or rates["float32"]) * power,
-        bytes_per_second=float(bandwidth[1]) * 1e12 if bandwidth else known.bytes_per_second,
-        memory_bytes=known.memory_bytes if gigabytes == known.nominal_gb else int(gigabytes * 2**30 * 0.985),
-    )
     gpus = number(row, "gpus", 1)
     per_host = min(gpus, number(row, "gpus_per_node", 8))
-    topology = replace(usual_topology(known.name, per_host), hosts=-(-gpus // per_host))
+    card, topology = usual_hardware(known.name, per_host)
+    full_watts = {"sm90": 700, "sm80": 400}.get(known.arch, 0)
+    if watts and full_watts:
+        card = replace(card, flops_per_second=card.flops_per_second * min(1.0, int(watts[1]) / full_watts))
+    if bandwidth:
+        card = replace(card, bytes_per_second=float(bandwidth[1]) * 1e12)
+    if size and int(size[1]) != known.nominal_gb:
+        card = replace(card, memory_bytes=int(int(size[1]) * 2**30 * 0.985))
+    topology = replace(topology, hosts=-(-gpus // per_host))
     if known.name.startswith("A100") and family(row) == "bs":
         topology = replace(topology, local_bytes_per_second=JEAN_ZAY_BYTES_PER_SECOND)
     gbits = network_gbits(row, per_host)
@@ -346,23 +324,21 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
 
 
 @functools.cache
-def usual_topology(card: str, per_host: int) -> Topology:
+def usual_hardware(card: str, per_host: int) -> tuple[Card, Topology]:
     """Hosts of a card as the hardware table has them."""
-    found = topology_of(parse_devices(f"2 hosts of {per_host}x{card}"))
-    if found is None:
-        raise Unpriced(f"hosts of {card} are not equal")
-    return found
+    cluster = parse_devices(f"2 hosts of {per_host}x{card}")
+    topology = topology_of(cluster)
+    assert topology is not None, "hosts of equally many cards"
+    return card_of(cluster.devices[0]), topology
 
 
 def network_gbits(row: Row, per_host: int) -> float:
     """Gb/s of network per device, as far as a row says it; 0 where it does not."""
     text = row["interconnect"] + " " + row["source"]
-    each = re.search(r"(\d+) Gb/s per (?:GPU|HDR)", text) or re.search(r"NDR (\d+) Gb/s", text)
-    if each:
-        return float(each[1])
-    host = re.search(r"(\d{3,4}) ?Gb(?:ps|/s) node", text)
-    if host:
-        return float(host[1]) / 8
+    each, host = (r"(\d+) Gb/s per (?:GPU|HDR)", r"NDR (\d+) Gb/s"), (r"(\d{3,4}) ?Gb(?:ps|/s) node",)
+    for pattern in (*each, *host):
+        if found := re.search(pattern, text):
+            return float(found[1]) / (8 if pattern in host else 1)
     # BigScience trained on Jean Zay, whose hosts of eight have four Omni-Path adapters.
     if re.search(r"4 Omni-Path|4 x 100", text) or family(row) == "bs":
         return 4 * 100 / per_host
@@ -371,79 +347,64 @@ def network_gbits(row: Row, per_host: int) -> float:
 
 def too_large(row: Row, *, serves: bool) -> bool:
     """Whether weights alone, or with gradients and moments in 16 bits, are more than all cards hold, sharded evenly."""
-    if re.search(r"fp8|nf4|int\d|fp4", row["dtype"].lower()):
+    if says(row, "dtype", r"fp8|nf4|int\d|fp4"):
         return False
-    named = re.search(r"(\d+(?:\.\d+)?)b\b", row["model"], re.I)
+    named = says(row, "model", r"(\d+(?:\.\d+)?)b\b")
     parameters = 1e9 * float(row["params_b"] or (named[1] if named else 0))
     adapters = "lora" in f"{row['optimizer']} {row['id']}".lower()
     per_parameter = 2 if serves or adapters else 8
     return parameters * per_parameter > number(row, "gpus", 1) * hardware_of(row)[0].memory_bytes
 
 
-def price(row: Row, *, serves: bool, known: dict[Any, Any] | None = None) -> float:
-    """The predicted figure of a row; estimates of the same run are taken from `known`."""
-    known = {} if known is None else known
+def price(row: Row, *, serves: bool) -> float:
+    """The predicted figure of a row."""
     if row["metric"] == "fits" and too_large(row, serves=serves):
         return 0.0
     recipe, *asked = serving_of(row) if serves else (recipe_of(row),)
-    shape = dimensions_of(row)
-    card, topology = hardware_of(row)
-    key = (shape, recipe, card, topology, *asked)
-    work = work_of(shape)
-    if serves:
-        if key not in known:
-            sizes = dict(zip(("batch", "prompt_tokens", "new_tokens"), asked, strict=True))
-            known[key] = price_generation(work, recipe, card, topology, **sizes)
-        return generated(row, known[key], batch=asked[0])
-    if key not in known:
-        known[key] = price_step(work, recipe, card, topology)
-    return predicted(row, known[key], work, recipe)
+    shape = shape_of(row)
+    return figure_of(row, estimated(shape, recipe, *hardware_of(row), *asked), work_of(shape), *asked[:1])
 
 
-def predicted(row: Row, estimate: RecipeEstimate, work: ModelWork, recipe: Recipe) -> float:
-    """The figure of a training row's metric, in its unit."""
-    gpus, metric = recipe.devices, row["metric"]
-    if metric == "tokens_per_s_per_gpu":
-        return estimate.tokens_per_second / gpus
-    if metric in ("tokens_per_s_total", "tokens_per_s"):
-        return estimate.tokens_per_second
-    if metric == "step_time":
-        return estimate.seconds * (1e3 if row["unit"].startswith("ms") else 1)
+@functools.cache
+def estimated(shape: Shape, recipe: Recipe, card: Card, topology: Topology, *asked: int) -> RecipeEstimate:
+    """Price a training step, or an answer for so many sequences, tokens of a prompt and new tokens.
+
+    Who changes the table of efficiencies has to clear the cache.
+    """
+    if not asked:
+        return price_step(work_of(shape), recipe, card, topology)
+    sizes = dict(zip(("batch", "prompt_tokens", "new_tokens"), asked, strict=True))
+    return price_generation(work_of(shape), recipe, card, topology, **sizes)
+
+
+def figure_of(row: Row, estimate: RecipeEstimate, work: ModelWork, sequences: int = 0) -> float:
+    """The figure of a row's metric, in its unit; `sequences`: that are generated at once, 0 for training."""
+    metric, unit, recipe, gpus = row["metric"], row["unit"], estimate.recipe, estimate.recipe.devices
+    known = (*(DECODE if sequences else THROUGHPUT), *MEMORY, "fits")
+    refuse(metric not in known, f"the metric {metric} is of one source alone")
+    if metric == "fits":
+        return float(estimate.fits)
+    if metric in MEMORY and sequences:
+        return estimate.memory.allocated / UNITS[unit]
+    if metric == "allocated_between_steps":
+        return estimate.memory.curve[0].total / UNITS[unit]
+    if metric in MEMORY:
+        meter = {"peak_allocated_per_gpu": "allocated", "peak_reserved_per_gpu": "reserved"}.get(metric)
+        return getattr(estimate.memory, meter or METERS.get(family(row), "reserved")) / UNITS[unit]
+    if metric in ("step_time", "ms_per_token_per_sequence", "s_per_token"):
+        seconds = estimate.token_seconds if sequences else estimate.seconds
+        return seconds * (1e3 if unit.startswith("ms") or metric.startswith("ms") else 1)
+    if metric == "decode_tokens_per_s":
+        return sequences / estimate.token_seconds
     if metric in TFLOPS:
         again = 4 / 3 if metric[0] in "hp" and recipe.recompute == "full" else 1
         rate = model_flops(work) * recipe.global_batch * work.tokens * again / estimate.seconds / gpus
-        return rate / 1e12 if metric.endswith("_gpu") else 100 * rate / card_of(row).flops_per_second["bfloat16"]
-    if metric == "allocated_between_steps":
-        return estimate.memory.curve[0].total / UNITS[row["unit"]]
-    if metric in MEMORY:
-        meter = {"peak_allocated_per_gpu": "allocated", "peak_reserved_per_gpu": "reserved"}.get(metric)
-        meter = meter or METERS.get(family(row), "reserved")
-        return getattr(estimate.memory, meter) / UNITS[row["unit"]]
-    if metric == "fits":
-        return float(estimate.fits)
-    raise Unpriced(f"the metric {metric} is of one source alone")
-
-
-def generated(row: Row, estimate: RecipeEstimate, batch: int) -> float:
-    """The figure of an inference row's metric, in its unit."""
-    metric = row["metric"]
-    if metric == "decode_tokens_per_s":
-        return batch / estimate.token_seconds
-    if metric in ("ms_per_token_per_sequence", "s_per_token"):
-        return estimate.token_seconds * (1e3 if metric.startswith("ms") else 1)
-    if metric == "generation_tokens_per_s":
-        return estimate.tokens_per_second
-    if metric in MEMORY:
-        return estimate.memory.allocated / UNITS[row["unit"]]
-    if metric == "fits":
-        return float(estimate.fits)
-    raise Unpriced(f"the metric {metric} is of one source alone")
+        return rate / 1e12 if metric.endswith("_gpu") else 100 * rate / named_card(row).flops_per_second["bfloat16"]
+    return estimate.tokens_per_second / (gpus if metric.endswith("_per_gpu") else 1)
 
 
 def model_flops(work: ModelWork) -> float:
     """FLOPs per token of forward and backward, as model FLOPs are counted: all products, and attention, three times."""
-    total = 0.0
-    for block in work.blocks:
-        sums = sums_of(block)
-        total += block.count * (sum(one.flops for one in sums.products) + sum(one.flops for one in sums.attentions))
+    blocks = [(block.count, sums_of(block)) for block in work.blocks]
+    total = sum(count * sum(one.flops for one in (*sums.products, *sums.attentions)) for count, sums in blocks)
     return 3 * total / (work.samples * work.tokens)

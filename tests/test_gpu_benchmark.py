@@ -20,7 +20,7 @@ def gpu():
 
 def rows_of(gpu, *parts):
     with autoshard.simulate("2x64GiB") as devices:
-        return gpu.run_parts(gpu.Machine(home="cpu:0", other="cpu:1", scale=1, devices=devices), parts)
+        return gpu.run_parts(gpu.Machine(devices), parts)
 
 
 def test_kernels_and_links_are_priced_and_measured(gpu):
