@@ -6,7 +6,8 @@
     layers.1, head    run on meta                          computed
     outputs           on all ranks, so that all sample the same token
 
-While one stage computes, the others run it on meta, so the host's work for it costs no time.
+While one stage computes, the others run it on meta, so the host's work for it costs no time. Compiled are modules that
+a rank computes itself, alone: for shapes inductor makes graphs that are wrong.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from torch import nn
 
 from autoshard.common.module_paths import is_below, is_container, join
 from autoshard.errors import ApplyError, first_line
-from autoshard.nested import flat_tensors, leaves_in, map_tensors
+from autoshard.nested import attributes_of, flat_tensors, leaves_in, map_tensors, tensors_within
 from autoshard.plan import Plan, Stage
 from autoshard.plan.placement import covering_entry
 from autoshard.runtime.agreement import SameInputs
@@ -77,13 +78,13 @@ def hook_answers(model: nn.Module, record: PipelineRecord) -> list[Any]:
         if path in inside or is_container(module):
             continue
         if path not in modules:
-            surround(module, forward)
+            surround(module, torch.compiler.disable(forward.__call__))
             continue
         call = _StageCall(forward, path, modules[path], path in mixed)
+        layer = call.run if path in acted else call.__call__  # the hooks of cuts, around it, want plain tensors
+        surround(module, torch.compiler.disable(layer, recursive=not call.own))
         if path not in acted:
-            surround(module, call)
             continue
-        surround(module, call.run)  # the hooks of cuts, around it, want plain tensors
         handles.append(module.register_forward_pre_hook(call.enter, with_kwargs=True, prepend=True))
         handles.append(module.register_forward_hook(call.leave, with_kwargs=True, always_call=True))
     for path in record.plan.alike:
@@ -122,10 +123,14 @@ def _mixed(model: nn.Module, record: PipelineRecord, modules: Mapping[str, int])
 
 
 class _Forward:
-    """Around the modules whose code every rank runs: how deep calls are nested, and how values get to other ranks."""
+    """Around the modules whose code every rank runs: how deep calls are nested, and how values get to other ranks.
+
+    `seen`: ids of the objects that stages were given in this call of the model.
+    """
 
     def __init__(self, record: PipelineRecord) -> None:
         self.record, self.depth = record, 0
+        self.seen: set[int] = set()
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.depth += 1
@@ -139,6 +144,7 @@ class _Forward:
         """What a call gives: of the outermost one, what all ranks have."""
         if self.depth:
             return result
+        self.seen.clear()
 
         def common(one: torch.Tensor) -> torch.Tensor:
             if isinstance(one, StageTensor):
@@ -148,6 +154,20 @@ class _Forward:
             return one
 
         return map_tensors(result, common)
+
+    def check_objects(self, path: str, given: Any) -> None:
+        """Raise `ApplyError` for an object whose length, a tensor, would grow where a layer is computed alone."""
+        for _, one in leaves_in(given):
+            if isinstance(one, torch.Tensor) or not attributes_of(one) or id(one) in self.seen:
+                continue
+            self.seen.add(id(one))
+            for where, tensor in tensors_within(one):
+                if tensor.dim() == 0 and not tensor.is_floating_point():
+                    raise ApplyError(
+                        f"{path} is given a {type(one).__name__} that counts in a tensor ({where}), as static caches "
+                        "do, and other ranks than that of a layer would not know how long it is. Use a cache that "
+                        'grows (leave cache_implementation="static" out), or plan without stages: mesh="tp=…".'
+                    )
 
     def send(self, value: torch.Tensor, stage: int) -> torch.Tensor:
         """Give all ranks the values of a tensor that one stage has."""
@@ -173,7 +193,9 @@ class _StageCall:
     def __init__(self, forward: _Forward, path: str, stage: int, mixed: bool) -> None:
         self.forward, self.path, self.stage, self.mixed = forward, path, stage, mixed
         self.given: list[dict[int, StageTensor]] = []
-        self.watched = _WATCHED if stage == forward.record.pp_rank else 0
+        self.enter, self.leave = torch.compiler.disable(self._enter), torch.compiler.disable(self._leave)
+        self.own = stage == forward.record.pp_rank
+        self.watched = _WATCHED if self.own else 0
 
     def __call__(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = None
@@ -184,20 +206,20 @@ class _StageCall:
             result = self.leave(module, args, kwargs, result)
         return result
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    def _enter(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Take what the module is given: values where it is computed, shapes elsewhere."""
         self.forward.depth += 1
         known: dict[int, StageTensor] = {}
         self.given.append(known)
-        own = self.stage == self.forward.record.pp_rank
+        self.forward.check_objects(self.path, (args, kwargs))
 
         def take(one: torch.Tensor) -> torch.Tensor:
             made = one
             if isinstance(one, StageTensor):
                 made = one.value if one.stage == self.stage else one.everywhere()
-            if own and made.is_meta:
+            if self.own and made.is_meta:
                 raise ApplyError(f"{self.path} is given a tensor that other ranks have. {INSTEAD}")
-            if not own and (isinstance(one, StageTensor) or not self.mixed):
+            if not self.own and (isinstance(one, StageTensor) or not self.mixed):
                 made = _on_meta(made)
             if isinstance(one, StageTensor):
                 known[id(made)] = one
@@ -205,9 +227,9 @@ class _StageCall:
 
         return map_tensors((args, kwargs), take)
 
-    def leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
+    def _leave(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any) -> Any:
         """Give out what the module made, as tensors of its stage."""
-        forward, own = self.forward, self.stage == self.forward.record.pp_rank
+        forward, own = self.forward, self.own
         forward.depth -= 1
         known = self.given.pop()
 

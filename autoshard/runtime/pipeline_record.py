@@ -62,11 +62,11 @@ class PipelineRecord:
 
     def owner(self, name: str) -> int:
         """The position whose value of a tensor counts."""
-        return self.holders[name][0]
+        return self.holders.get(name, (0,))[0]
 
     def has(self, name: str) -> bool:
-        """Whether this process has the values of a tensor."""
-        return self.pp_rank in self.holders[name]
+        """Whether this process has the values of a tensor; what was registered after `apply` all have."""
+        return name not in self.holders or self.pp_rank in self.holders[name]
 
     def __deepcopy__(self, memo: dict) -> "PipelineRecord":
         return self  # a copy of the model runs on the same processes

@@ -177,7 +177,17 @@ def remove_stages(model: nn.Module) -> nn.Module:
 
 
 def whole_value(value: torch.Tensor, name: str, record: PipelineRecord) -> torch.Tensor:
-    """The value of a parameter or buffer on its owner's position; all ranks call it."""
+    """The value of a parameter or buffer on its owner's position; all ranks call it.
+
+    What was registered after `apply` is each rank's own. Raises `ApplyError` where it was made of what others have.
+    """
+    if name not in record.holders:
+        if value.is_meta:
+            raise ApplyError(
+                f"{name} was registered after autoshard.apply, and made of a tensor that another rank has. Call "
+                "autoshard.remove(model), register it, and apply a plan that was made with it."
+            )
+        return value.detach()
     have = record.has(name) and not value.is_meta
     own = whole_of(value.detach()) if have else torch.empty(value.shape, dtype=value.dtype, device=record.device)
     sent = own.contiguous()

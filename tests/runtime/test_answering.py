@@ -188,11 +188,14 @@ def made(do):
     return (do() if isinstance(do, type) else Between(do)).eval()
 
 
-def answered(do, text):
-    """What a model in stages gives, beside what it gives whole; or the error."""
+def answered(do, text, backend=None):
+    """What a model in stages gives, beside what it gives whole; or the error. `backend`: of torch.compile."""
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     model, whole = made(do), made(do)
     autoshard.apply(model, Plan.from_json(text), inputs=x)
+    if backend is not None:
+        for one in (model, model.first, model.second):
+            one.compile(backend=backend)
     with torch.no_grad():
         expected = whole(x)
         try:
@@ -211,6 +214,52 @@ def staged(do):
     stages = tuple(replace(stage, paths=own) for stage, own in zip(plan.stages, paths, strict=True))
     placements = {path: f"cpu:{number}" for number, own in enumerate(paths) for path in own}
     return replace(plan, stages=stages, placements=placements, fingerprint=fingerprint(model)).to_json()
+
+
+def of_values(module, inputs):
+    assert not any(isinstance(one, torch.Tensor) and one.is_meta for one in inputs), module
+    return module
+
+
+def test_compiled():
+    """Also where the modules of other ranks run on shapes alone, for which inductor makes wrong graphs."""
+    for found, expected in run_ranks(answered, 2, mixed, staged(mixed), of_values):
+        assert found == expected
+
+
+def registered(text):
+    model, whole = made(mixed), made(mixed)
+    autoshard.apply(model, Plan.from_json(text), inputs=torch.ones(4, 8))
+    for one in (model, whole):
+        one.second.register_buffer("steps", torch.tensor(3.0))
+        one.register_parameter("shift", nn.Parameter(torch.ones(8)))
+    state = model.state_dict()
+    assert list(state) == list(whole.state_dict())
+    assert all(torch.equal(value, state[name]) for name, value in whole.state_dict().items())
+    model.second.register_buffer("mean", torch.zeros_like(model.second.weight))
+    if model.second.weight.is_meta:
+        with pytest.raises(ApplyError, match=r"second\.mean was registered after .* of a tensor that another rank has"):
+            model.state_dict()
+    else:
+        with pytest.raises(Exception):  # noqa: B017  the other rank is gone
+            model.state_dict()
+
+
+def test_what_is_registered_after_apply_is_in_the_state():
+    run_ranks(registered, 2, staged(mixed))
+
+
+def of_static_cache(text):
+    case = by_name("llama")
+    model, inputs = case.model().eval(), case.example()
+    autoshard.apply(model, Plan.from_json(text), inputs=inputs)
+    with pytest.raises(ApplyError, match=r"layers\.0 is given a StaticCache .* Use a cache that grows"):
+        model.generate(inputs["input_ids"], max_new_tokens=4, cache_implementation="static")
+
+
+def test_a_static_cache_is_refused_on_all_ranks():
+    case = by_name("llama")
+    run_ranks(of_static_cache, 2, plan_of(case.model(), case.example(), "pp=2"))
 
 
 @pytest.mark.parametrize("do", [mixed, read, written])
