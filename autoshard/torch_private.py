@@ -174,7 +174,8 @@ _asked: list[Callable[..., Any]] = []
 def autograd_functions(call: Callable[..., Any]) -> Iterator[None]:
     """Inside, in all threads, an `apply` of a `torch.autograd.Function`, which no function mode sees, asks `call`.
 
-    It is called with the function, what applies it, and the arguments as a tuple and a dict.
+    Nor does a node of the graph tell of it where gradients are off, or ops pass autograd by. `call` is called with the
+    function, what applies it, and the arguments as a tuple and a dict.
     """
     _asked.append(call)
     _function_class.apply = classmethod(_applied)
@@ -298,8 +299,20 @@ def is_composite(op: Any) -> bool:
 
 def looks_for_overrides(module: torch.nn.Module) -> bool:
     """Whether a forward asks if torch functions are overridden: torch's encoder layers leave their fused path if so."""
-    code = getattr(inspect.unwrap(inspect.getattr_static(type(module), "forward")), "__code__", None)
-    return code is not None and "has_torch_function" in code.co_names
+    return _mentions(module, "has_torch_function")
+
+
+def looks_for_hooks(module: torch.nn.Module) -> bool:
+    """Whether a forward asks if modules have hooks, as that of torch's encoder layers does."""
+    return _mentions(module, *_FORWARD)
+
+
+def _mentions(module: torch.nn.Module, *names: str) -> bool:
+    """Whether there is one of some names in the code of a forward, or in a function inside of it."""
+    found = [getattr(inspect.unwrap(inspect.getattr_static(type(module), "forward")), "__code__", None)]
+    for code in found:
+        found += [one for one in getattr(code, "co_consts", ()) if inspect.iscode(one)]
+    return any(name in (*code.co_names, *code.co_consts) for code in found if code is not None for name in names)
 
 
 def no_overrides() -> Any:

@@ -12,7 +12,7 @@ A `Ref` stands for a tensor: it is the number of its value. An `Opaque` stands f
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from autoshard.capture.functions import run_backward, run_forward
 from autoshard.capture.guards import Guard, asking
 from autoshard.capture.record import Recorder
 from autoshard.errors import CaptureError
-from autoshard.torch_private import autograd_functions, no_modes
+from autoshard.torch_private import no_modes
 
 
 class Ref:
@@ -214,14 +214,8 @@ class CallLog:
         for call in (*self.calls.values(), *self.functions):
             call.args, call.kwargs, call.output = map(_without_tensors, (call.args, call.kwargs, call.output))
 
-    @contextmanager
-    def watching_functions(self) -> Iterator[None]:
-        """Note the calls of autograd functions that are not torch's own."""
-        with autograd_functions(self.call_function):
-            yield
-
     def call_function(self, cls: Any, apply: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Call an autograd function, and note it."""
+        """Call an autograd function, and note it if it is not torch's own."""
         if threading.get_ident() != self._thread or self._recorder.busy:
             return apply(*args, **kwargs)
         if cls is CheckpointFunction:  # what it runs is recorded as if it were not run twice

@@ -52,11 +52,16 @@ class Calls:
         self.running.append(index)
         return index
 
-    def end(self, index: int, outputs: tuple[int, ...], paths: tuple[str, ...]) -> None:
-        """Close a call, and those inside it that raised."""
-        while self.running and self.running[-1] >= index:
-            self.running.pop()
+    def end(self, index: int, outputs: tuple[int, ...], paths: tuple[str, ...]) -> int:
+        """Close the innermost call and return its first op. Raises CaptureError if nobody was told of the end of it."""
+        inner = self.running.pop()
+        if inner != index:
+            raise CaptureError(
+                f"{self.path_of(inner)} raises an error that the model catches and that is no Exception: hooks are "
+                "told of no other error, so it is not known where that call ends. Derive it from Exception."
+            )
         self._rows[index] = replace(self._rows[index], end=self._log.now, outputs=outputs, output_paths=paths)
+        return self._rows[index].begin
 
     def root_outputs(self) -> tuple[int, ...]:
         """Values returned by the first call of the root."""

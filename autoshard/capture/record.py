@@ -376,8 +376,8 @@ class Recorder(DispatchMode):
         contained = tuple([value for value in inputs if value not in direct])
         return self.calls.begin(path, inputs, contained, paths, self.backward)
 
-    def end_call(self, row: int, output: Any) -> None:
-        """Close a call; one that raised has no outputs."""
+    def end_call(self, row: int, output: Any) -> int:
+        """Close a call and return its first op; one that raised has no outputs."""
         outputs = []
         for tensor in nested.flat_tensors(output):
             value = self.value_of(tensor)
@@ -385,7 +385,7 @@ class Recorder(DispatchMode):
             if tensor.requires_grad:
                 self.log.mark_differentiable(value)
         paths = tuple([path for path, _ in nested.tensors_in(output)]) if self.composite else ()
-        self.calls.end(row, tuple(outputs), paths)
+        return self.calls.end(row, tuple(outputs), paths)
 
     def note_state(self, module: torch.nn.Module, output: Any) -> None:
         """Remember the state in the output of a call that just ended, if it was called from outside all modules."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any
 
 import torch
@@ -38,7 +38,14 @@ from autoshard.common.own_tensors import OF_EVERY_MODULE, own_tensors, put_tenso
 from autoshard.common.packed import stored_bytes
 from autoshard.errors import CaptureError, SpecError
 from autoshard.plan.workload import Workload
-from autoshard.torch_private import below_autograd, looks_for_overrides, no_dispatch_modes, no_overrides
+from autoshard.torch_private import (
+    autograd_functions,
+    below_autograd,
+    looks_for_hooks,
+    looks_for_overrides,
+    no_dispatch_modes,
+    no_overrides,
+)
 
 Find = Callable[[torch.Tensor], int | None]
 MODULE_PATH = "autoshard_module_path"
@@ -119,9 +126,10 @@ def _recorded(run: Run, recorder: Recorder, level: Level, decode: Decoding | Non
             given = _prompts(run), {}
         args, kwargs, inputs = _enter_inputs(given, recorder)
         if run.call_log is not None:
-            stack.enter_context(run.call_log.watching_functions())
+            stack.enter_context(autograd_functions(run.call_log.call_function))
         stack.enter_context(watched_threads(recorder.elsewhere.append))
-        stack.enter_context(_module_calls(model, recorder, run, decode is not None))
+        _tell_calls(model, recorder, run, decode is not None)
+        stack.enter_context(applied_to_placeholders())
         sources = stack.enter_context(Sites(recorder) if run.composite else DeviceSources(recorder))
         stack.enter_context(recorder)
         if training:
@@ -297,16 +305,20 @@ def own_random_numbers(devices: Sequence[torch.device] = ()) -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-def _is_inference(module: nn.Module) -> bool:
-    """Whether fused layers may take their fused path: eval mode, and nothing to differentiate."""
-    if module.training:
-        return False
-    return not torch.is_grad_enabled() or not any(parameter.requires_grad for parameter in module.parameters())
+def _fused(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Let a fused layer take its fused path, as without modes: in eval mode, and with nothing to differentiate."""
+    trained = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
+    with nullcontext() if module.training or trained else no_overrides():
+        return forward(*args, **kwargs)
 
 
 @contextmanager
 def applied_to_placeholders() -> Iterator[None]:
-    """Inside, in this thread, `.to()` of a module puts new tensors into the places of placeholders."""
+    """Inside, in this thread, `.to()` of a module puts new tensors into the places of placeholders.
+
+    torch would exchange what is fake with `swap_tensors`, whatever `torch.__future__` says: that refuses parameters
+    that the log refers to weakly, or that were used already.
+    """
     apply, thread = nn.Module._apply, threading.get_ident()
 
     def plain_apply(self: nn.Module, fn: Any, recurse: bool = True) -> nn.Module:
@@ -340,52 +352,64 @@ def _refuse_loop(path: str, alike: int, ops: int) -> None:
         )
 
 
-@contextmanager
-def _module_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> Iterator[None]:
-    """Tell the recorder of every module call in this thread, and let `.to()` inside a forward work on placeholders."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
-    overriding = {id(module) for module in model.modules() if not recorder.composite and looks_for_overrides(module)}
-    alike = Counter(map(type, model.modules()))
-    call = nn.Module.__call__
-    observer, call_log, thread = run.observer, run.call_log, threading.get_ident()
+def _tell_calls(model: nn.Module, recorder: Recorder, run: Run, generates: bool) -> None:
+    """Have the first and the last hook of every module tell the recorder of its calls in this thread.
 
-    def recorded_call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        path = paths.get(id(self))
-        if path is None:
-            return call(self, *args, **kwargs)
-        if threading.get_ident() != thread:
+    Modules below one that looks for hooks get something around their forwards instead: torch's encoder layers leave
+    their fused path where there are hooks. `undisturbed` takes off all of it.
+    """
+    paths = {id(module): path for path, module in model.named_modules()}
+    hookless = {id(part) for module in model.modules() if looks_for_hooks(module) for part in module.modules()}
+    alike = Counter(map(type, model.modules()))
+    notes = [one.note for one in (run.observer, run.call_log) if one is not None]
+    thread = threading.get_ident()
+    begun: dict[int, list[tuple[int, BaseException | None]]] = {key: [] for key in paths}
+
+    def begin(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        path = paths.get(id(module))
+        if path is not None and threading.get_ident() != thread:
             recorder.elsewhere.append(f"{path or 'the model'} was called in another thread")
-            return call(self, *args, **kwargs)
-        if observer is not None:
-            observer.note(path, args, kwargs)
-        if call_log is not None:
-            call_log.note(path, args, kwargs)
-        row, begin = recorder.begin_call(path, args, kwargs), recorder.log.now
-        output = None
-        try:
-            if id(self) in overriding and _is_inference(self):
-                with no_overrides():
-                    output = call(self, *args, **kwargs)
-            else:
-                output = call(self, *args, **kwargs)
-            return output
-        except Exception as error:
+        elif path is not None:  # else a copy, which has its hooks
+            for note in notes:
+                note(path, args, kwargs)
+            begun[id(module)].append((recorder.begin_call(path, args, kwargs), sys.exception()))
+
+    def end(module: nn.Module, args: tuple, output: Any) -> None:
+        if threading.get_ident() != thread or not begun.get(id(module)):
+            return
+        (row, handled), error, path = begun[id(module)].pop(), sys.exception(), paths[id(module)]
+        if error is not handled:  # the call ends with it
+            output = None
             if not hasattr(error, MODULE_PATH):  # it is the innermost one
                 setattr(error, MODULE_PATH, path)
-            raise
-        finally:
-            recorder.end_call(row, output)
-            if call_log is not None:
-                call_log.ended(row, output)
-            if generates:
-                recorder.note_state(self, output)
-            if output is not None and (recorder.log.now - begin) * alike[type(self)] > MOST_OPS:
-                _refuse_loop(path, alike[type(self)], sum(op.call == row for op in recorder.log.ops[begin:]))
+        first = recorder.end_call(row, output)
+        if run.call_log is not None:
+            run.call_log.ended(row, output)
+        if generates:
+            recorder.note_state(module, output)
+        if output is not None and (recorder.log.now - first) * alike[type(module)] > MOST_OPS:
+            _refuse_loop(path, alike[type(module)], sum(op.call == row for op in recorder.log.ops[first:]))
 
-    nn.Module.__call__ = recorded_call  # type: ignore[method-assign]
-    try:
-        with applied_to_placeholders():
-            yield
-    finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+    def told(forward: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        begin(module, args, kwargs)
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+            return output
+        finally:
+            end(module, args, output)
+
+    for module in model.modules():
+        # Sites are what modes will see when the model runs, and a mode makes those modules leave their fused path.
+        if not recorder.composite and looks_for_overrides(module):
+            _surround(module, _fused)
+        if id(module) in hookless:
+            _surround(module, told)
+        else:
+            nn.Module.register_forward_pre_hook(module, begin, prepend=True, with_kwargs=True)
+            nn.Module.register_forward_hook(module, end, always_call=True)
+
+
+def _surround(module: nn.Module, around: Callable[..., Any]) -> None:
+    """Have a function called in place of a forward, with that and the module before the arguments."""
+    vars(module)["forward"] = update_wrapper(partial(around, module.forward, module), module.forward)
