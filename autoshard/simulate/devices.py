@@ -102,7 +102,7 @@ def simulate(spec: Any) -> Iterator[SimulatedDevices]:
 def _patched() -> Iterator[None]:
     """Replace the few functions that lose the index of a device, or the identity of a tensor, without dispatching.
 
-    A function mode would see the first kind as well, but its mere presence switches off fused paths (nn's encoder
+    A function mode would see all of them, but its mere presence switches off fused paths (nn's encoder
     layers look for it), and results would no longer be those of the plain CPU.
     """
     with torch.device("cpu"):
