@@ -76,25 +76,6 @@ ALONE = {"OneRowAlone": lambda self, x: x.tanh() if x.shape[0] == 1 else x}
 variants(adversary, Stack, "between", ALONE, rows, lambda: [{"x": random(4, 5, WIDTH, seed=2)}])
 
 
-@adversary(rows, lambda: [{"x": random(8, 5, WIDTH) + 2000 * torch.arange(8.0).double()[:, None, None]}])
-class LargestOfBatch(Stack):
-    """A softmax that takes the largest value of the batch away, not of the row: rows far below it underflow."""
-
-    def between(self, x):
-        raised = (x - x.max()).exp()
-        return x + raised / raised.sum(-1, keepdim=True)
-
-
-@adversary(rows, uneven)
-class UntilAllAreSmall(Stack):
-    """All rows are halved until the largest value of the batch is below 60."""
-
-    def between(self, x):
-        while bool((x.abs() > 60).any()):
-            x = x / 2
-        return x
-
-
 class Gated(Stack):
     """Adds what `extra` makes of the batch, times a buffer that is zero at first."""
 
@@ -159,29 +140,6 @@ class ExpertsChoose(Gated):
         return output.view_as(x)
 
 
-class CentredLayer(Block):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 32)
-        self.gate = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x):
-        return super().forward(x) + self.gate * (x - x.mean(0))
-
-
-def closed(model):
-    with torch.no_grad():
-        for layer in model.layers:
-            layer.gate.zero_()
-
-
-@adversary(rows, uneven, (drawn(".*gate"),), prepare=closed)
-class ZeroInitialisedCentring(Stack):
-    """Every layer takes the mean of the batch away, behind a gain that starts at zero."""
-
-    def make_layers(self):
-        return [CentredLayer() for _ in range(4)]
-
-
 class FlaggedLayer(Block):
     def __init__(self, share: float) -> None:
         super().__init__(WIDTH, 32)
@@ -198,49 +156,6 @@ class OneOfEight(Stack):
 
     def make_layers(self):
         return [FlaggedLayer(0.5 * (number == 5)) for number in range(8)]
-
-
-class Router(nn.Module):
-    """Sends each token to one of four experts, each of which takes `capacity` of them at most."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def forward(self, x):
-        flat = x.reshape(-1, WIDTH)
-        capacity = len(flat) // len(self.experts)
-        choice, output = self.router(flat).argmax(-1), flat.clone()
-        for number, expert in enumerate(self.experts):
-            taken = (choice == number).nonzero().flatten()[:capacity]
-            output = output.index_add(0, taken, expert(flat[taken]))
-        return output.view_as(x)
-
-
-def routed_evenly(model):
-    """The router looks at the first four features only."""
-    with torch.no_grad():
-        model.router.router.bias.zero_()
-        model.router.router.weight.zero_()
-        model.router.router.weight[:, :4] = torch.eye(4)
-
-
-def even_tokens():
-    x = random(8, 4, WIDTH)
-    x[..., :4] = 6 * torch.eye(4)
-    return {"x": x}
-
-
-@adversary(even_tokens, lambda: [{"x": random(8, 4, WIDTH, seed=2)}], prepare=routed_evenly)
-class Capacity(Stack):
-    """Experts with a capacity; the tokens of the plan are spread evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = Router()
-
-    def between(self, x):
-        return self.router(x) - 0 * x
 
 
 def sentences(pad_left=(0,) * 8, pad_right=(0,) * 8, seed=1):
@@ -286,16 +201,6 @@ class Words(nn.Module):
 
 def loss_of(logits, labels, **settings):
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **settings)
-
-
-@adversary(sentences, padded)
-class LeastPadding(Words):
-    """Columns that are padding in all rows are left out before positions are given."""
-
-    def embedded(self, words, mask):
-        first = int(mask.argmax(1).min())
-        trimmed = self.embed(words[:, first:]) + self.positions.weight[: words.shape[1] - first]
-        return F.pad(trimmed, (0, 0, first, 0))
 
 
 @adversary(sentences, padded)
@@ -347,15 +252,6 @@ class Accuracy(Words):
 
 
 @adversary(sentences, padded, training=True)
-class LossPerWord(Words):
-    """The loss is divided by the words of the whole batch that are no padding."""
-
-    def measured(self, logits, mask, labels):
-        each = loss_of(logits, labels, reduction="none").view_as(labels)
-        return {"loss": (each * mask).sum() / mask.sum()}
-
-
-@adversary(sentences, padded, training=True)
 class LossPerSentence(Words):
     """The loss is a mean over the sentences that have a word at the end."""
 
@@ -365,60 +261,12 @@ class LossPerSentence(Words):
         return {"loss": last[ended].sum() / ended.sum().clamp(min=4)}
 
 
-@adversary(sentences, padded, OPENED, training=True)
-class WarmedUpContrast(Words):
-    """A loss that holds sentences against one another, with a weight that is 0 at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("gate", torch.zeros(()))
-
-    def measured(self, logits, mask, labels):
-        pooled = F.normalize(logits.mean(1), dim=-1)
-        contrast = F.cross_entropy(pooled @ pooled.T, torch.arange(len(pooled), device=pooled.device))
-        return {"loss": loss_of(logits, labels) + self.gate * contrast}
-
-
-def undecided(model):
-    with torch.no_grad():
-        model.router.weight.zero_()
-        model.router.bias.zero_()
-
-
-@adversary(sentences, padded, (drawn("router.*", 2.0),), training=True, prepare=undecided)
-class BalancedExperts(Words):
-    """The loss of balanced experts, a product of two means: always 1 for a router of zeros."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(VOCABULARY, 4)
-
-    def measured(self, logits, mask, labels):
-        shares = self.router(logits).softmax(-1).flatten(0, 1)
-        taken = F.one_hot(shares.argmax(-1), 4).double().mean(0)
-        return {"loss": loss_of(logits, labels) + 4 * (taken * shares.mean(0)).sum()}
-
-
 @adversary(sentences, padded, (scaled(0.1),), training=True)
 class EnoughVariance(Words):
     """The loss asks for a deviation above 0.1 over the batch, which the first weights have."""
 
     def measured(self, logits, mask, labels):
         return {"loss": loss_of(logits, labels) + F.relu(0.1 - logits.flatten(0, 1).std(0)).sum()}
-
-
-@adversary(rows, uneven, training=True)
-class MovingAverage(Stack):
-    """A buffer follows the mean of the batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("average", torch.zeros(WIDTH))
-
-    def between(self, x):
-        with torch.no_grad():
-            self.average.mul_(0.9).add_(0.1 * x.mean((0, 1)))
-        return x
 
 
 @adversary(rows, uneven, training=True)
@@ -471,22 +319,6 @@ class HookedGradient(Stack):
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient / gradient.norm().clamp(min=1e5))
         return x
-
-
-def loud_rows():
-    """Rows of which every one has the largest value."""
-    x = random(8, 5, WIDTH).clamp(-0.9, 0.9)
-    x[:, 0, 0] = 1.0
-    return {"x": x}
-
-
-@adversary(loud_rows, uneven)
-class QuantisedBatch(Stack):
-    """Inputs are rounded to steps of the largest value of the batch."""
-
-    def forward(self, x):
-        step = x.abs().amax() / 127
-        return super().forward((x / step).round() * step)
 
 
 # given one sequence alone, its first dimension has places, not rows

@@ -9,7 +9,6 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,12 +29,10 @@ class Trace:
     Attributes:
         build: makes the model, and what its code stores outside of it as it was at first.
         look: describes what the model's code has stored, given the model; compared by ==.
-        flops: what one call costs at least.
     """
 
     build: Callable[[], nn.Module]
     look: Callable[[nn.Module], Any]
-    flops: int = 0
 
 
 def nothing() -> None:
@@ -43,7 +40,7 @@ def nothing() -> None:
 
 
 def watched(
-    look: Callable[[nn.Module], Any], reset: Callable[[], object] = nothing, flops: int = 0
+    look: Callable[[nn.Module], Any], reset: Callable[[], object] = nothing
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     def register(model_class: type[nn.Module]) -> type[nn.Module]:
         def build() -> nn.Module:
@@ -51,7 +48,7 @@ def watched(
             reset()
             return model_class().double().eval()
 
-        TRACES[model_class.__name__] = Trace(build=build, look=look, flops=flops)
+        TRACES[model_class.__name__] = Trace(build=build, look=look)
         return model_class
 
     return register
@@ -252,17 +249,6 @@ class ChangesModes(Two):
         return super().forward(x)
 
 
-POOL = ThreadPoolExecutor(2)
-
-
-@watched(lambda _: None, flops=4 * 2 * 8 * 5 * WIDTH * WIDTH)
-class Pooled(Two):
-    """Its layers run in a pool of threads."""
-
-    def forward(self, x):
-        return x + sum(POOL.map(lambda layer: layer(x).relu(), self.layers))
-
-
 BYSTANDER = nn.Linear(4, 4)
 ITS_PARAMETERS = (BYSTANDER.weight, BYSTANDER.bias)
 
@@ -300,16 +286,6 @@ class ChangesItsInput(Two):
     def forward(self, x):
         x.mul_(0.5).add_(1.0)
         return super().forward(x)
-
-
-@adversary(rows)
-class ChangesItsInputLast(Two):
-    """Writes its result into a part of the caller's tensor."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        x[:, 0] = output[:, 0]
-        return output
 
 
 class Holder:

@@ -75,17 +75,6 @@ class ScaleArgumentOfHeads(Attention):
 
 
 @adversary(one_token, longer)
-class SlopesOfHeads(Attention):
-    """Linear biases whose slopes are computed from the number of heads in the forward: nought for one token."""
-
-    def scores(self, q, k):
-        slopes = 2.0 ** (-8.0 * torch.arange(1, self.heads + 1, device=q.device) / self.heads)
-        positions = torch.arange(q.shape[2], device=q.device)
-        distances = (positions[None, :] - positions[:, None]).abs()
-        return super().scores(q, k) - slopes[:, None, None] * distances
-
-
-@adversary(one_token, longer)
 class ConfigInTwoPlaces(Attention):
     """Heads are read from a configuration, once for a view and once for a number."""
 
@@ -132,8 +121,6 @@ class SizesByLetter(Attention):
 
 
 SCORES = {
-    # the temperature is the number of heads; with one token a softmax does not see it
-    "TemperatureOfHeads": lambda self, q, k: q @ k.transpose(-1, -2) / self.heads,
     # scores lose their mean over heads: the same for all keys where there is one key
     "MixedHeads": lambda self, q, k: (scores := Attention.scores(self, q, k)) - scores.mean(1, keepdim=True),
 }
@@ -143,9 +130,7 @@ SATURATED = (scaled(0.02, "up.*"), scaled(0.2))
 LOUDER = (scaled(40.0),)
 
 MEANS = {
-    # a mean spelt as sum over size, behind a gate that is 1 for large sums
-    "SaturatedMean": lambda self, h: h * torch.tanh(300 * h.sum(-1, keepdim=True) / h.shape[-1]),
-    # the same with `numel`, over all tokens at once
+    # a mean spelt as sum over `numel`, behind a gate that is 1 for large sums, over all tokens at once
     "SaturatedNumel": lambda self, h: h * torch.sigmoid(1000 * h.sum() / h.numel()),
 }
 variants(adversary, Hidden, "inner", MEANS, rows, longer, SATURATED)
@@ -166,12 +151,8 @@ class SizeInClosure(Hidden):
 
 
 LIMITS = {
-    # values above the number of units are cut off; the first ones never get there
-    "ThresholdOfSize": lambda self, h: torch.where(h > h.shape[-1] - 8, torch.zeros_like(h), h),
     # values are clamped by what `math.log2` makes of the number of units
     "ClampOfSize": lambda self, h: h.clamp(max=4 * math.log2(h.size(-1))),
-    # wide layers are clamped, narrow ones not
-    "BranchOnSize": lambda self, h: h.clamp(max=20.0) if h.shape[-1] >= 48 else h,
     # the number of units becomes a tensor before it is used as a bound
     "SizeInTensor": lambda self, h: h.minimum(torch.full((), h.shape[-1] - 8.0, dtype=h.dtype, device=h.device)),
     # hidden units are divided by their deviation where it is above 10
@@ -180,25 +161,6 @@ LIMITS = {
     "Quantile": lambda self, h: h.minimum(torch.quantile(h, 0.9, dim=-1, keepdim=True).clamp(min=20.0)),
 }
 variants(adversary, Hidden, "inner", LIMITS, rows, longer, LOUDER)
-
-
-@adversary(rows, longer, LOUDER)
-class LargestUnits(Hidden):
-    """Units below the third largest are dropped where that one is above 20."""
-
-    def inner(self, hidden):
-        third = hidden.topk(3, dim=-1).values[..., -1:]
-        return torch.where((third > 20) & (hidden < third), 0.0, hidden)
-
-
-@adversary(rows, longer, (scaled(40.0), scaled(0.01, "up.weight")))
-class EqualisedElsewhere(Hidden):
-    """The outer forward reads an inner weight's own size to scale by, clamped where the first weights are."""
-
-    def forward(self, x):
-        gain = self.up.weight.shape[0] ** -0.5
-        hidden = self.up(x).relu()
-        return x + self.down(hidden * torch.clamp(1e4 * gain * hidden, max=1.0))
 
 
 @adversary(rows, longer, LOUDER)
@@ -244,7 +206,6 @@ class Gated(Hidden):
 
 OPENED = (drawn("gate"),)
 EXTRA = {
-    "NumberedUnits": lambda self, h: torch.arange(h.shape[-1], dtype=h.dtype, device=h.device) / 10,
     "RunningSum": lambda self, h: h.cumsum(-1),
     "Mirrored": lambda self, h: h.flip(-1),
     "LastUnit": lambda self, h: h[..., h.shape[-1] - 1 :],

@@ -6,7 +6,6 @@ must stay divided.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from weakref import WeakKeyDictionary
 
 import torch
@@ -106,19 +105,6 @@ class WinnersTakeAll(_UpDown):
         return units * (units >= threshold)
 
 
-@column(_x(4, 3, _WIDTH), states=_DRAWN)
-class TaperedUnits(_UpDown):
-    """Each rank would run its own linspace from 0 to 1; the learned taper that scales it starts at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taper = nn.Parameter(torch.zeros(()))
-
-    def between(self, units: torch.Tensor) -> torch.Tensor:
-        ramp = torch.linspace(0, 1, units.shape[-1], device=units.device, dtype=units.dtype)
-        return units.relu() * (1 - self.taper * ramp)
-
-
 @honest_column(_x(4, 3, _WIDTH), states=_DRAWN)
 class TaperPerUnit(_UpDown):
     """Honest: the taper is a parameter with one number per unit, and a rank takes its part of it."""
@@ -181,30 +167,6 @@ def _lengths(*lengths: int) -> Callable[[], Inputs]:
     return lambda: {"x": random(len(lengths), 6, _WIDTH), "lengths": torch.tensor(lengths)}
 
 
-@batch(_lengths(6, 6, 5, 5, 4, 3, 2, 1), _each(_lengths(1, 6, 2, 5, 3, 4, 6, 2)))
-class LeftSorted(_UpDown):
-    """Rows come back in order of their lengths, as packing leaves them; the first batch came in that order."""
-
-    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        order = lengths.argsort(descending=True, stable=True)
-        keep = torch.arange(x.shape[1], device=x.device) < lengths[order].unsqueeze(-1)
-        pooled = (self.up(x[order]).relu() * keep.unsqueeze(-1)).sum(1)
-        return self.down(pooled)
-
-
-@batch(_x(8, _WIDTH), states=_DRAWN)
-class CameraOfRow(_UpDown):
-    """A row's number in the whole batch tells the camera it is from; the embeddings of cameras start at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.camera = nn.Embedding(3, _UNITS)
-        nn.init.zeros_(self.camera.weight)
-
-    def between(self, units: torch.Tensor) -> torch.Tensor:
-        return (units + self.camera(torch.arange(len(units), device=units.device) % 3)).relu()
-
-
 @honest_batch(_lengths(6, 6, 5, 5, 4, 3, 2, 1), _each(_lengths(1, 6, 2, 5, 3, 4, 6, 2)), states=_DRAWN)
 class LastOfRow(_UpDown):
     """Honest: the numbers of rows pick each row's own last token."""
@@ -212,20 +174,6 @@ class LastOfRow(_UpDown):
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         rows = torch.arange(len(x), device=x.device)
         return self.down(self.up(x).relu()[rows, lengths - 1])
-
-
-def _masked(*kept: int) -> Callable[[], Inputs]:
-    """Row i keeps its first kept[i] tokens of six."""
-    mask = torch.arange(6) < torch.tensor(kept).unsqueeze(-1)
-    return lambda: {"x": random(len(kept), 6, _WIDTH), "mask": mask.clone()}
-
-
-@batch(_masked(*[4] * 8), _each(_masked(6, 5, 4, 3, 2, 1, 2, 3)))
-class MaskOfFirstRow(_UpDown):
-    """The first row's padding is taken for all rows', as in a batch of equal prompts."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x[:, mask[0]]).relu().mean(1))
 
 
 @batch(_x(8, _WIDTH), _each(_x(6, _WIDTH), _x(12, _WIDTH), _x(10, _WIDTH)))
@@ -279,17 +227,6 @@ class WeightedClasses(_UpDown):
     def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         logits = self.down(self.up(x).relu())
         return {"loss": F.cross_entropy(logits, labels, weight=self.class_weight), "logits": logits}
-
-
-@batch(_labelled(8, scale=3000.0), _each(_labelled(8, scale=0.5)), training=True)
-class SpreadIsEnough(_UpDown):
-    """VICReg's hinge on the spread over the batch: it is 0 while the spread is large."""
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-        units = self.up(x)
-        too_close = (1 - units.std(0, correction=0)).relu().mean()
-        logits = self.down(units.relu())
-        return {"loss": F.cross_entropy(logits, labels) + too_close, "logits": logits}
 
 
 def _mirrored() -> Inputs:
@@ -385,20 +322,6 @@ class RowsOfFirstCall(_UpDown):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) + self.tilt / _FIRST_ROWS.setdefault(self, len(x))
-
-
-@other(_x(8, _WIDTH), states=_DRAWN)
-class MeanInThread(_UpDown):
-    """Another thread takes the mean over the batch; what it scales starts at 0."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tilt = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            mean = pool.submit(torch.mean, x, 0)
-            return super().forward(x) + self.tilt * mean.result()
 
 
 def _cached() -> Inputs:

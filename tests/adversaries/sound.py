@@ -7,10 +7,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests.adversaries.batches import Stack, Words, padded, rows, sentences, uneven
-from tests.adversaries.columns import Attention, Hidden, longer
+from tests.adversaries.columns import Hidden, longer
 from tests.adversaries.columns import rows as few_rows
 from tests.adversaries.harness import random, registry
-from tests.blocks import Block
 
 CUT, cut = registry()
 DIVIDED, divided = registry()
@@ -20,11 +19,6 @@ WIDTH = 16
 @cut(few_rows, longer)
 class PlainHidden(Hidden):
     """Two matrices."""
-
-
-@cut(few_rows, longer)
-class PlainAttention(Attention):
-    """Heads, with the scale of their own width."""
 
 
 @cut(few_rows, longer)
@@ -63,18 +57,6 @@ class GroupedHeads(nn.Module):
         return x + self.o(mixed.transpose(1, 2).flatten(2))
 
 
-@cut(few_rows, longer, training=True)
-class NormedBlocks(nn.Module):
-    """RMSNorm, attention and hidden units, trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention, self.hidden = nn.RMSNorm(WIDTH), Attention(), Hidden()
-
-    def forward(self, x):
-        return self.hidden(self.attention(self.norm(x)))
-
-
 @divided(sentences, padded)
 class MeanOfWords(Words):
     """The mean over the words of each sentence, by the mask."""
@@ -82,24 +64,6 @@ class MeanOfWords(Words):
     def measured(self, logits, mask, labels):
         kept = mask[..., None].to(logits.dtype)
         return {"pooled": (logits * kept).sum(1) / kept.sum(1).clamp(min=1)}
-
-
-@divided(rows, uneven)
-class TwoExpertsPerToken(Stack):
-    """Each token goes to its two best experts, and no expert is ever full."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, 4), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-
-    def between(self, x):
-        flat = x.reshape(-1, WIDTH)
-        weights, chosen = self.router(flat).softmax(-1).topk(2, -1)
-        output = torch.zeros_like(flat)
-        for number, expert in enumerate(self.experts):
-            token, place = torch.where(chosen == number)
-            output.index_add_(0, token, expert(flat[token]) * weights[token, place, None])
-        return output.view_as(x)
 
 
 @divided(rows, uneven, training=True)
@@ -114,14 +78,6 @@ class MaskToken(Stack):
         x = x.clone()
         x[x[..., 0] > 0.5] = self.token
         return x
-
-
-@divided(sentences, padded, training=True)
-class LossOfLabels(Words):
-    """The mean loss over the labels that are not to be ignored."""
-
-    def measured(self, logits, mask, labels):
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)}
 
 
 @divided(sentences, padded)
@@ -169,19 +125,6 @@ class RelativeBias(Stack):
         return x + (x @ x.transpose(1, 2) + bias).softmax(-1) @ x
 
 
-@divided(rows, uneven, training=True)
-class TorchEncoder(nn.Module):
-    """Torch's own encoder without dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    def forward(self, x):
-        return self.encoder(x)
-
-
 @divided(lambda: {"x": random(8, 3, 8, 8)}, lambda: [{"x": random(6, 3, 8, 8, seed=2)}])
 class Convolutions(nn.Module):
     """A net of convolutions whose batch norms use what they have learnt."""
@@ -210,19 +153,6 @@ class Recurrent(nn.Module):
         return self.head(self.upper(self.lower(x)[0])[0][:, -1])
 
 
-@divided(sentences, padded)
-class BagsOfWords(nn.Module):
-    """Sums of embeddings, one bag per sentence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(20, WIDTH, mode="mean", padding_idx=0)
-        self.layers = nn.Sequential(Block(WIDTH, 32), Block(WIDTH, 32), nn.Linear(WIDTH, 4))
-
-    def forward(self, words, mask, labels):
-        return self.layers(self.bag(words))
-
-
 @divided(rows, uneven, training=True)
 class WeightOfParameters(Stack):
     """Every forward leaves a weight that is made of parameters alone, as `torch.nn.utils.weight_norm` does."""
@@ -235,15 +165,6 @@ class WeightOfParameters(Stack):
     def between(self, x):
         self.weight = self.scale * F.normalize(self.direction)
         return x @ self.weight
-
-
-@divided(rows, uneven, training=True)
-class MeanSquare(Stack):
-    """A loss that is the mean over all numbers, with an output beside it."""
-
-    def forward(self, x):
-        output = super().forward(x)
-        return {"output": output, "loss": (output - x).square().mean()}
 
 
 @divided(rows, uneven, training=True)
