@@ -150,18 +150,26 @@ def check_generation(
     return "/".join(done)
 
 
-def check_answers(name: str, mesh: str) -> float:
+def plan_of_answers(name: str, mesh: str, ranks: int) -> autoshard.Plan:
+    """A plan to answer in stages, as from a file."""
+    case = by_name(name)
+    model, inputs = case.model().eval(), case.example()
+    workload = autoshard.Workload(batch_size=len(inputs["input_ids"]), new_tokens=4)
+    devices = {f"cpu:{rank}": "1GiB" for rank in range(ranks)}
+    plan = autoshard.plan(model, devices, inputs=inputs, workload=workload, launch="processes", mesh=mesh)
+    return autoshard.Plan.from_json(plan.to_json())
+
+
+def check_answers(name: str, mesh: str, plan: autoshard.Plan | None = None) -> float:
     """Greedy, drawn and beam-searched tokens of a case in stages equal those of the whole model, and logits as well.
 
-    Returns the part of the parameters that this rank has.
+    Without a plan each rank makes its own. Returns the part of the parameters that this rank has.
     """
     case = by_name(name)
     whole, model, inputs = case.model().eval(), case.model().eval(), case.example()
     count = sum(one.numel() for one in whole.parameters())
-    workload = autoshard.Workload(batch_size=len(inputs["input_ids"]), new_tokens=4)
-    devices = {f"cpu:{rank}": "1GiB" for rank in range(dist.get_world_size())}
-    plan = autoshard.plan(model, devices, inputs=inputs, workload=workload, launch="processes", mesh=mesh)
-    autoshard.apply(model, autoshard.Plan.from_json(plan.to_json()), inputs=inputs)
+    plan = plan or plan_of_answers(name, mesh, dist.get_world_size())
+    autoshard.apply(model, plan, inputs=inputs)
     held = sum(one.numel() for one in model.parameters() if not one.is_meta and any(one.stride()))
     given = {key: value for key, value in inputs.items() if key not in ("use_cache", "decoder_input_ids", "labels")}
     with torch.no_grad():

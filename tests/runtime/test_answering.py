@@ -1,5 +1,6 @@
 """Models in stages that answer: the model's own forward and generate() on every rank, each computing its stages."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -11,10 +12,10 @@ from autoshard.common.fingerprint import fingerprint
 from autoshard.errors import ApplyError, PlanError, RankError, SpecError
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
-from tests.conformance.rank_checks import check_answers
+from tests.conformance.rank_checks import check_answers, plan_of_answers
 from tests.models import by_name
 from tests.ranks import run_jobs, run_ranks
-from tests.runtime.test_launched import devices_of
+from tests.runtime.test_launched import completed, devices_of
 
 ANSWER = Workload(batch_size=2, new_tokens=4)
 
@@ -25,10 +26,17 @@ def plan_of(model, inputs, mesh, ranks=2, **wishes):
     ).to_json()
 
 
+def answers(name, mesh, ranks):
+    """What checks a case on one plan, which is made here; in the slow tests of conformance ranks make their own."""
+    case = by_name(name)
+    plan = completed(plan_of_answers(name, mesh, ranks).to_json(), case.model().eval(), case.example())
+    return check_answers, name, mesh, plan
+
+
 def test_of_transformers():
     """Experts, and an encoder with a decoder; others are in the slow tests of conformance."""
     names = ("mixtral", "t5")
-    found = run_ranks(run_jobs, 2, {name: (check_answers, name, "pp=2") for name in names})
+    found = run_ranks(run_jobs, 2, {name: answers(name, "pp=2", 2) for name in names})
     for name in names:
         assert all(0.2 < one[name] < 0.9 for one in found), (name, found)  # what a rank has of the parameters
 
@@ -36,7 +44,8 @@ def test_of_transformers():
 @pytest.mark.parametrize("mesh", ["tp=2,pp=2", pytest.param("dp=2,pp=2", marks=pytest.mark.slow)])
 def test_with_cut_matrices_and_replicas(mesh):
     """Of what a stage has, each rank has about half where they cut its matrices."""
-    held = run_ranks(check_answers, 4, "llama", mesh)
+    check, *given = answers("llama", mesh, 4)
+    held = run_ranks(check, 4, *given)
     assert max(held) < (0.45 if "tp" in mesh else 0.75), held
 
 
@@ -204,10 +213,15 @@ def answered(do, text, backend=None):
             return str(error), repr(expected)
 
 
+@functools.cache
+def of_llama():
+    case = by_name("llama")
+    return plan_of(case.model(), case.example(), "pp=2")
+
+
 def staged(do):
     """A plan of two stages, of which each has one layer."""
-    model, case = made(do), by_name("llama")
-    plan = Plan.from_json(plan_of(case.model(), case.example(), "pp=2"))
+    model, plan = made(do), Plan.from_json(of_llama())
     paths = (("layers.0",), ("layers.1",)) if do is Shares else (("first",), ("second",))
     if isinstance(model, Between):
         paths = (("first", "scale"), ("second",))
@@ -314,6 +328,6 @@ def scheduled(text):
 
 def test_what_runs_otherwise():
     case = by_name("llama")
-    run_ranks(scheduled, 2, plan_of(case.model(), case.example(), "pp=2"))
+    run_ranks(scheduled, 2, of_llama())
     with pytest.raises(SpecError, match="leave micro-batches out"):
         plan_of(case.model(), case.example(), "pp=2", num_microbatches=2)

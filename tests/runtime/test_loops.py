@@ -159,7 +159,7 @@ def test_states_and_optimizers_and_layers_by_themselves(mesh):
 
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Sequential(nn.Linear(4, 16), *(Block(16) for _ in range(3))), nn.Linear(16, 4))
+    return nn.Sequential(nn.Sequential(nn.Linear(4, 16), *(Block(16) for _ in range(2))), nn.Linear(16, 4))
 
 
 def alone(plan):
@@ -250,7 +250,7 @@ class Recomputing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 16), *(Block(16) for _ in range(3)), nn.Linear(16, 4)])
+        self.layers = nn.ModuleList([nn.Linear(4, 16), *(Block(16) for _ in range(2)), nn.Linear(16, 4)])
 
     def forward(self, x):
         first, *blocks, last = self.layers
