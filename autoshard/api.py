@@ -201,8 +201,8 @@ def apply(
     if isinstance(plan, Plan):
         if check_first_batch and plan.launch:
             raise PlanError(
-                f"check_first_batch does not handle plans for one process per device yet ({plan.strategy}). Leave it "
-                "out."
+                f"check_first_batch does not handle plans for one process per device ({plan.strategy}). Leave it out, "
+                "and compare with autoshard.verify(model, plan, inputs=…) on all ranks."
             )
         plan = completed(model, plan, inputs, assume_independent_rows=assume_independent_rows)
     else:
