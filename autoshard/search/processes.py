@@ -82,9 +82,9 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     card = replace(card, memory_bytes=int(card.memory_bytes * (1 - asked.reserve)))
     given = replace(asked, axes=STRATEGY_AXES[asked.strategy])
     widest = topology.devices if traced.workload.new_tokens else topology.devices_per_host
-    limits = limits_of(traced.work, traced.samples, widest=widest, why_not=asked.why_undivided or "")
-    if traced.workload.generates and topology.devices > 1:
-        limits = replace(limits, why_not_staged=_why_not_staged(traced, cluster, limits.layers))
+    together = _why_not_staged(traced, cluster) if traced.workload.generates else {}
+    why_not = asked.why_undivided or ""
+    limits = limits_of(traced.work, traced.samples, widest=widest, why_not=why_not, why_not_staged=together)
     check_given(given, limits, topology.devices, training=training)
     return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
@@ -93,12 +93,13 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     )  # fmt: skip
 
 
-def _why_not_staged(traced: Traced, cluster: Cluster, layers: int) -> dict[int, str]:
+def _why_not_staged(traced: Traced, cluster: Cluster) -> dict[int, str]:
     """Number of stages -> what one of them keeps for another, of all numbers that can't answer.
 
     What goes with a stage for each layer goes with fewer.
     """
     found: dict[int, str] = {}
+    layers = len(traced.work.layers)
     for count in range(layers, 1, -1):
         recipe = Recipe(pp=count)
         stages, _ = stages_of(traced, recipe, cluster.devices[:1] * count)
