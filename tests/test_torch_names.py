@@ -86,11 +86,11 @@ def defined(files):
     return found
 
 
-EVERYWHERE = defined(FILES)
+def private_uses(path, known, everywhere):
+    """Yield (line, name) for each private name of torch in a file: behind `torch`, of anything else, or as text.
 
-
-def private_uses(path, known):
-    """Yield (line, name) for each private name of torch in a file: behind `torch`, of anything else, or as text."""
+    `everywhere`: the names that all files define.
+    """
     own = defined([path])
     for node in nodes_of(path):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -101,7 +101,7 @@ def private_uses(path, known):
         elif isinstance(node, ast.Attribute) and is_private(node.attr):
             links = chain(node)
             of_op = ast.unparse(node.value).startswith(("aten", "torch.ops"))
-            ours = own | (EVERYWHERE if ast.unparse(node.value) == "self" else set())  # of a class it is made from
+            ours = own | (everywhere if ast.unparse(node.value) == "self" else set())  # of a class it is made from
             if not of_op and (links or (node.attr in known and node.attr not in ours)):
                 yield node.lineno, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -113,7 +113,8 @@ def test_private_names_are_in_one_file():
     """Two modules and what `torch_private.py` lists, ten with `_apply`; `torch._C` itself does nothing."""
     known = private_names_of_torch()
     assert {"_parameters", "_version", "_schema", "_base", "_is_param", "_apply", "_orig_mod", "_use_count"} <= known
-    used = {names(path): sorted(set(private_uses(path, known))) for path in FILES}
+    everywhere = defined(FILES)
+    used = {names(path): sorted(set(private_uses(path, known, everywhere))) for path in FILES}
     inside = {name for _, name in used.pop(names(PRIVATE))} - {"_C"}
     outside = {path: {name for _, name in found} for path, found in used.items() if found}
     assert outside == {"capture/run.py": {"_apply"}}  # conversions are followed

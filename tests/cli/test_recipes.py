@@ -174,7 +174,7 @@ def test_every_kind_of_recipe_is_compared(net):
 
 
 def test_of_cards_that_are_not_known_processes_are_named_where_they_are_faster(tmp_path):
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8}
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes})
     )

@@ -16,9 +16,9 @@ from autoshard.runtime.collectives import ProcessRanks
 from autoshard.runtime.cuts import apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.dispatch import apply_plan
 from autoshard.runtime.slices import join
+from tests.blocks import Blocks
 from tests.conformance.rank_checks import counted
 from tests.conformance.tp_plans import slow_devices
-from tests.models import by_name
 from tests.ranks import run_jobs, run_ranks
 from tests.runtime.cut_checks import CASES, TOLERANCE, assert_equal, check_case, loss_of, make
 from tests.runtime.cut_models import decoder_cuts, make_decoder, uneven_shares
@@ -191,8 +191,7 @@ def generators():
 
 def planned_alike():
     """Cuts are made without being asked for where that is faster, as every rank finds by itself."""
-    case = by_name("llama")
-    plan = autoshard.plan(case.model(), slow_devices(2), inputs=case.example())
+    plan = autoshard.plan(Blocks(2, words=100), slow_devices(2), inputs=torch.arange(24).view(4, 6))
     assert plan.cuts and all(cut.proof for cut in plan.cuts)
     assert any(reason.startswith("not chosen: placement") for reason in plan.reasons)
     return plan.to_json()
