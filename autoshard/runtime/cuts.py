@@ -37,6 +37,7 @@ from autoshard.runtime.moves import Undo, check_filled, named_tensors, revert
 from autoshard.runtime.outsiders import check_not_shared, refuse_changes, refuse_nested, sharded_inside
 from autoshard.runtime.partial import SumGradient, find_partial, sum_gathered, sum_gradients
 from autoshard.runtime.rank_tensor import OF_RANKS, RanksMode, RankTensor, collect, give, running
+from autoshard.runtime.refused import allow_methods, keep_experts
 from autoshard.runtime.results import watch_results
 from autoshard.runtime.scales import find_scales, restore, set_scales
 from autoshard.runtime.slices import cut_tensors, find_cut_tensors, merge_tensors
@@ -273,6 +274,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
         handles += refuse_changes(model, ready.record.tensors)
         for path, module in model.named_modules():
             handles += CutState(ready.record, path).put_on(module)
+        keep_experts(model)
     sum_gradients(model, ready.record.partial, ready.record.ranks)
     watch_norms(model, ready.record.tensors, ready.record.ranks)
 
@@ -287,6 +289,8 @@ def _undo(model: nn.Module, record: CutRecord, log: list[Undo]) -> None:
     for handle in record.handles:
         handle.remove()
     record.handles.clear()
+    for module in model.modules():
+        allow_methods(module)
     forget_norms(model)
     for tensor in named_tensors(model).values():
         torch_private.drop_gradient_hooks(tensor, SumGradient)

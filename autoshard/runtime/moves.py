@@ -223,7 +223,10 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     ordinary = type(data) is torch.Tensor and type(tensor) in _ORDINARY and tensor.is_meta == data.is_meta
     if same_kind or ordinary:
         torch.clear_autocast_cache()  # it holds what the tensor was, in another dtype
-        tensor.data = data
+        try:
+            tensor.data = data
+        except RuntimeError:  # tensors of accelerators that are extensions of torch (npu, say) are of another type
+            swap(tensor, data)
     else:
         swap(tensor, data)
 

@@ -1,4 +1,4 @@
-"""Methods of a model that is divided over processes which can't do what they say: they raise instead.
+"""Methods of a divided model which can't do what they say: they raise instead, or do nothing.
 
 Those of torch fail without a reason, or end the process, since they meet parts of parameters.
 """
@@ -14,6 +14,7 @@ from autoshard.errors import ApplyError
 SHARE = "share_memory"
 COPIES = ("__deepcopy__", "__reduce_ex__", SHARE)
 MOVES = ("to", "to_empty", "cpu", "cuda", "xpu")
+_EXPERTS = "set_experts_implementation"
 _INSTEAD = {
     **dict.fromkeys(MOVES, "Each process has its stages where they compute. Call autoshard.remove(model) first."),
     "__deepcopy__": "Build a second model and load state_dict() into it. An average of weights (EMA) can be a dict: "
@@ -57,6 +58,20 @@ def refuse_saving(model: Any) -> None:
         return usual(*args, **kwargs)
 
     stand_in(model, "save_pretrained", save)
+
+
+def keep_experts(model: nn.Module) -> None:
+    """Let experts be computed in the way that the plan was made for, until `allow_methods` of each module.
+
+    `generate()` of transformers sets another way for decoding, where the model is on an accelerator.
+    """
+    for module in model.modules():
+        if hasattr(module, _EXPERTS):
+            stand_in(module, _EXPERTS, _keep)
+
+
+def _keep(*args: Any, **kwargs: Any) -> None:
+    """Leave everything as it is."""
 
 
 def allow_methods(model: nn.Module) -> None:

@@ -19,6 +19,7 @@ from autoshard.runtime.dispatch import apply_plan, remove
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.rank_tensor import RankTensor
 from autoshard.runtime.slices import CutTensor, merge
+from tests.models import by_name
 from tests.runtime.cut_checks import CASES, TOLERANCE, check_case, loss_of, make
 from tests.runtime.cut_models import columns, cut_plan, decoder_cuts, make_decoder, shard
 
@@ -115,6 +116,24 @@ def test_generates_the_same_tokens(decoder, ranks):
         remove_cuts(decoder)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
+
+
+def test_experts_are_computed_as_they_were_planned():
+    """On accelerators `generate()` sets another way of computing experts for its decoding, which is not the one cut."""
+    case = by_name("mixtral")
+    model, ids = case.model().eval(), case.example()["input_ids"]
+    settings = {"max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **settings)
+    with autoshard.simulate("2x1GiB") as devices:
+        plan = autoshard.plan(model, devices, inputs=case.example(), strategy="column-parallel", objective="memory")
+        assert any("experts" in shard.name for cut in plan.cuts for shard in cut.shards)
+        autoshard.apply(model, plan)
+        model.set_experts_implementation("batched_mm")
+        assert torch.equal(model.generate(ids, **settings), expected)
+        autoshard.remove(model)
+    model.set_experts_implementation("batched_mm")
+    assert model.get_experts_implementation()[""] == "batched_mm"
+    assert torch.equal(model.generate(ids, **settings), expected)
 
 
 def test_recomputed_layers_have_the_same_gradients(decoder):
