@@ -75,6 +75,10 @@ def test_a_profile_is_taken_once_for_many_sets_of_devices(model):
     for devices in ("2x1MiB", "1x1MiB,1x2MiB"):
         known = autoshard.plan(model, devices, inputs=X, profile=profile, strategy="balanced")
         assert known == autoshard.plan(model, devices, inputs=X, workload=workload, strategy="balanced")
+    settings = {"launch": "processes", "mesh": "fsdp=2"}
+    known = autoshard.plan(model, "2x80GiB", profile=profile, **settings)
+    assert known.workload.training
+    assert known == autoshard.plan(model, "2x80GiB", inputs=X, workload=workload, **settings)
     with pytest.raises(autoshard.SpecError, match="another model"):
         autoshard.plan(nn.Linear(16, 8), "2x1MiB", inputs=X, profile=profile)
     with pytest.raises(autoshard.SpecError, match="leave workload out"):

@@ -94,12 +94,14 @@ def name_of(op: Op) -> str:
 class Function:
     """One call of a torch function that ran ops `begin` to `end`; `inputs` are its tensor arguments in its own order.
 
-    Devices that meet in the arguments are brought together for the whole call, before any of its ops.
+    Devices that meet in the arguments are brought together for the whole call, before any of its ops. `attends`: it is
+    attention that accelerators compute in one kernel.
     """
 
     begin: int
     end: int
     inputs: tuple[int, ...]
+    attends: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

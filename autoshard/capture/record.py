@@ -343,7 +343,7 @@ class Recorder(DispatchMode):
                 "or keep it on a module."
             )
 
-    def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any]) -> None:
+    def note_function(self, begin: int, args: tuple, kwargs: dict[str, Any], attends: bool = False) -> None:
         """Remember a torch function that ran ops from `begin` on, if they don't tell its tensor arguments."""
         if self.backward and not self.calls.running:
             return
@@ -351,7 +351,7 @@ class Recorder(DispatchMode):
         if len(tensors) > 1:
             inputs = tuple(value for tensor in tensors if (value := self.log.find(tensor)) is not None)
             if len(inputs) > 1 and (self.log.now > begin + 1 or inputs != self.log.ops[begin].inputs):
-                self.functions.append(Function(begin=begin, end=self.log.now, inputs=inputs))
+                self.functions.append(Function(begin=begin, end=self.log.now, inputs=inputs, attends=attends))
 
     def saved(self, tensor: torch.Tensor) -> tuple[int, int]:
         """(value, op that comes next) of what autograd hands to a pack hook.

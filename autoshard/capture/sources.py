@@ -41,7 +41,7 @@ class DeviceSources(TorchFunctionMode):
             if func in _LITERALS:
                 return self._placed_literal(result, args)
             if recorder.log.now > begin:
-                recorder.note_function(begin, args, kwargs)
+                recorder.note_function(begin, args, kwargs, _attends(func, kwargs))
             return result
         finally:
             recorder.device_source = before
@@ -120,6 +120,13 @@ class DeviceSources(TorchFunctionMode):
             found = self._recorder.log.find(target)
             return UNKNOWN if found is None else found
         return self._recorder.log.value_of_device(target, HOST if torch.device(target).type == "cpu" else UNKNOWN)
+
+
+def _attends(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function is attention that makes no weights which the model could see."""
+    name = getattr(func, "__name__", "")
+    inside = name == "multi_head_attention_forward" and not kwargs.get("need_weights", True)
+    return inside or name == "scaled_dot_product_attention"
 
 
 def _names_device(item: Any) -> bool:

@@ -17,6 +17,7 @@ from autoshard.engine.replicas import estimate_replicas
 from autoshard.errors import PlanError
 from autoshard.flow import Flow, flow
 from autoshard.plan import Mesh, Plan
+from autoshard.profile.accelerator import on_devices
 from autoshard.profile.answer import prompt_and_token
 from autoshard.profile.profile import Profile
 
@@ -40,6 +41,7 @@ def price(
     already; `lower_bound_seconds` replaces the bound computed here. Raises `PlanError` if the plan names what the model
     or the cluster lacks, leaves a tensor without a device, or is one for processes.
     """
+    profile = on_devices(profile, cluster)
     if plan.mesh is not None:
         mesh = check_mesh(plan, cluster)
         if profile.workload.new_tokens:

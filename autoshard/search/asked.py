@@ -50,6 +50,9 @@ def plan_asked(
     settings["strategy"] = strategy_named(settings["strategy"])
     check_choices(**{name: settings[name] for name in ("strategy", "objective", "schedule")})
     check_whole(model)
+    if known is not None:  # what it was taken for is asked for
+        workload = workload or known.workload
+        inputs = known.source[1] if inputs is None and known.source is not None else inputs
     cluster = cluster_for(devices, max_memory)
     chosen = chosen_for(
         model, inputs, workload or Workload(assumed=True), cluster, max_memory=max_memory, wishes=wishes, **settings

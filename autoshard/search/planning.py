@@ -39,6 +39,9 @@ def plan_measured(
     **settings: Any,
 ) -> Plan:
     """Plan a model whose profile is known, with any strategy; `settings` are fields of `Request`."""
+    from autoshard.profile.accelerator import on_devices
+
+    profile = on_devices(profile, cluster)
     request = Request(model=model, inputs=inputs, profile=profile, cluster=cluster, **settings)
     if request.tp_plan is not None and (strategy != "column-parallel" or request.pins):
         raise SpecError('a tp_plan is carried out with strategy="column-parallel" and without pins.')
