@@ -156,13 +156,16 @@ class _Forward:
         return map_tensors(result, common)
 
     def check_objects(self, path: str, given: Any) -> None:
-        """Raise `ApplyError` for an object whose length, a tensor, would grow where a layer is computed alone."""
+        """Raise `ApplyError` for an object whose length, a tensor, would grow where a layer is computed alone.
+
+        Lengths begin at 0; others are constants.
+        """
         for _, one in leaves_in(given):
             if isinstance(one, torch.Tensor) or not attributes_of(one) or id(one) in self.seen:
                 continue
             self.seen.add(id(one))
             for where, tensor in tensors_within(one):
-                if tensor.dim() == 0 and not tensor.is_floating_point():
+                if tensor.dtype == torch.int64 and not tensor.dim() and not tensor.is_meta and not tensor.any():
                     raise ApplyError(
                         f"{path} is given a {type(one).__name__} that counts in a tensor ({where}), as static caches "
                         "do, and other ranks than that of a layer would not know how long it is. Use a cache that "

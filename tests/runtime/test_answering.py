@@ -120,6 +120,24 @@ class State:
     last = None
 
 
+class Windowed(nn.Linear):
+    def forward(self, x, state):
+        return super().forward(x)
+
+
+class Handed(nn.Module):
+    """Hands on an object with a constant tensor, as caches with a sliding window have."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Windowed(8, 8), Windowed(8, 8)
+
+    def forward(self, x):
+        state = State()
+        state.window = torch.tensor(4)
+        return self.second(self.first(x, state), state)
+
+
 class Shares(nn.Module):
     def __init__(self):
         super().__init__()
@@ -276,7 +294,7 @@ def test_a_static_cache_is_refused_on_all_ranks():
     run_ranks(of_static_cache, 2, plan_of(case.model(), case.example(), "pp=2"))
 
 
-@pytest.mark.parametrize("do", [mixed, read, written])
+@pytest.mark.parametrize("do", [mixed, read, written, Handed])
 def test_code_between_stages(do):
     for found, expected in run_ranks(answered, 2, do, staged(do)):
         assert found == expected
