@@ -1,6 +1,9 @@
 """Watch the torch functions that a module calls, and carry out the steps at some of them: a mode around its forward."""
 
 import functools
+import os
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +21,8 @@ from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.steps import Step
 from autoshard.runtime.watches import entered, innermost
 
+_TORCH = os.path.dirname(torch.__file__)
+_COMPILER = os.path.join(_TORCH, "_dynamo")
 Listed = dict[str, tuple[str, list[Step | Lengths]]]
 """Name of a function -> (the name, the steps at its calls)."""
 
@@ -43,7 +48,7 @@ class Watch(TorchFunctionMode):
         listed = self.listed.get(called)
         if called == "__getitem__" and self.tokens is not None:
             self.tokens.look_at(args[1], self.ranks.size)
-        if listed is None:
+        if listed is None or (not torch.compiler.is_compiling() and _in_compiled_graph(sys._getframe(1))):
             return func(*args, **(kwargs or {}))
         name, steps = listed  # the name again: torch.compile can't count under what it was asked for
         if name == "unflatten" and torch.compiler.is_compiling():  # which can't see through the method's `super()`
@@ -57,6 +62,17 @@ class Watch(TorchFunctionMode):
                     _check_line(step)
                 call = functools.partial(step.around, call)
         return call(*args, **(kwargs or {}))
+
+
+def _in_compiled_graph(caller: FrameType | None) -> bool:
+    """Whether a function is called by a graph of torch.compile, where the steps at it were recorded with it."""
+    if caller is None or not caller.f_code.co_filename.startswith("<eval_with_key>"):
+        return False
+    while caller is not None and caller.f_code.co_filename.startswith(("<eval_with_key>", _TORCH)):
+        if caller.f_code.co_filename.startswith(_COMPILER):
+            return True
+        caller = caller.f_back
+    return False
 
 
 def begin_watch(listed: Listed, module: nn.Module, args: tuple) -> None:

@@ -131,6 +131,7 @@ def results_of(*meshes):
         for one, kind in (("fsdp=2", Recomputing), ("tp=2", Recomputing), ("tp=2", Towered)):
             jobs[one, kind] = checkpointed, one, functools.partial(recomputing, kind)
         jobs["alone"], jobs["compiled"], jobs["other"] = (alone, plan), (compiled, plan), (other_numbers, plan)
+        jobs["compiled layers"] = compiled_layers, whole_layers()
     return run_ranks(run_jobs, 2, jobs)
 
 
@@ -243,6 +244,30 @@ def compiled(plan):
 def test_a_compiled_model_that_is_cut_has_the_same_gradients_in_every_step():
     """What sums gradients over ranks is hung up once, not once more by every call that runs what was traced."""
     assert all(results["compiled"] < 1e-5 for results in results_of(*QUICK))
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def whole_layers():
+    return autoshard.plan(layers(), devices_of(2), inputs=(INPUT,), strategy="column-parallel", objective="memory")
+
+
+def compiled_layers(plan):
+    """How far outputs are off where what is traced breaks between a layer's hooks and its forward."""
+    run, single = torch.compile(apply(layers(), plan), backend="eager"), layers()
+    handle = run._orig_mod[2].register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
+    worst = max(float((run(NUMBERS) - single(NUMBERS)).abs().max()) for _ in range(2))
+    handle.remove()
+    return worst
+
+
+@sharded_replicas
+def test_a_sum_that_was_traced_is_not_made_once_more_as_it_runs():
+    """The layer is called by the graph, inside of the mode that added up its parts when it was traced."""
+    assert all(results["compiled layers"] < 1e-6 for results in results_of(*QUICK))
 
 
 class Recomputing(nn.Module):
