@@ -225,8 +225,10 @@ def set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
         torch.clear_autocast_cache()  # it holds what the tensor was, in another dtype
         try:
             tensor.data = data
-        except RuntimeError:  # tensors of accelerators that are extensions of torch (npu, say) are of another type
-            swap(tensor, data)
+        except RuntimeError:
+            if same_kind:
+                raise
+            swap(tensor, data)  # tensors of accelerators that extend torch (npu, say) are of another type
     else:
         swap(tensor, data)
 
