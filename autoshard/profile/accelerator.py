@@ -5,12 +5,14 @@ attention                         on an accelerator it is one kernel, in the dty
 mask of dropout                   a number in the dtype of what is dropped; on an accelerator a byte
 """
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
-from autoshard.capture.graph import Function, ModelGraph, Save, Value, name_of
+import torch
+
+from autoshard.capture.graph import Function, ModelGraph, Save, name_of
+from autoshard.capture.latest import Latest
 from autoshard.cluster.cluster import Cluster
 from autoshard.profile.measure import profile_graph
 from autoshard.profile.profile import Profile
@@ -21,7 +23,7 @@ class _Attention:
     """An attention that was recorded in parts. `alone`: nothing else is computed between `begin` and its end."""
 
     begin: int
-    dtype: str
+    dtype: torch.dtype
     scores: int
     alone: bool
 
@@ -30,28 +32,24 @@ def on_devices(profile: Profile, cluster: Cluster) -> Profile:
     """The profile of the same run on these devices: smaller where one of them is an accelerator."""
     if all(device.name.startswith(("cpu", "disk")) for device in cluster.devices):
         return profile
+    smaller = _LATEST.of(profile.graph, profile.workload, lambda: _smaller(profile))
+    return profile if smaller is None else replace(smaller, further=profile.further, source=profile.source)
+
+
+_LATEST = Latest[Profile | None]()
+
+
+def _smaller(profile: Profile) -> Profile | None:
+    """The profile with fewer bytes, of attention in the dtype in which it is computed there; None where none are fewer.
+
+    It refers neither to the model nor to the graph, which would stay with it.
+    """
     graph = profile.graph
-    if graph not in _FOUND:
-        _FOUND[graph] = _smaller(graph)
-    smaller, dtypes = _FOUND[graph]
-    if smaller is graph:
-        return profile
-    made = profile_graph(smaller, profile.workload)
-    op_dtypes = tuple(dtypes.get(index, dtype) for index, dtype in enumerate(made.op_dtypes))
-    return replace(made, op_dtypes=op_dtypes, further=profile.further, source=profile.source)
-
-
-_Found = tuple[ModelGraph, dict[int, str]]
-_FOUND: weakref.WeakKeyDictionary[ModelGraph, _Found] = weakref.WeakKeyDictionary()
-
-
-def _smaller(graph: ModelGraph) -> _Found:
-    """The graph with fewer bytes, itself where there are no fewer; op -> in which dtype it computes there."""
     parts = _attentions(graph)
     inside = _inside(graph, parts)
     sizes = {**dict(_masks(graph)), **dict.fromkeys(inside, 0)}
     if not sizes:
-        return graph, {}
+        return None
     saves = _saves(graph, parts, inside)
     until = {graph.values[save.value].storage: save.released for save in saves}
     storages = (
@@ -59,23 +57,22 @@ def _smaller(graph: ModelGraph) -> _Found:
         for row in graph.storages
     )
     values = (replace(row, nbytes=min(row.nbytes, sizes.get(row.storage, row.nbytes))) for row in graph.values)
-    made = replace(graph, storages=tuple(storages), values=tuple(values), saves=(*graph.saves, *saves))
-    return made, {index: attention.dtype for index, attention in parts.items()}
+    made = profile_graph(
+        replace(graph, storages=tuple(storages), values=tuple(values), saves=(*graph.saves, *saves)), profile.workload
+    )
+    dtypes = {index: str(attention.dtype).removeprefix("torch.") for index, attention in parts.items()}
+    return replace(made, op_dtypes=tuple(dtypes.get(index, dtype) for index, dtype in enumerate(made.op_dtypes)))
 
 
 def _saves(graph: ModelGraph, parts: dict[int, _Attention], inside: set[int]) -> list[Save]:
     """What the kernel keeps for its backward: all that it is given, where what was recorded keeps copies of it."""
     ends = {one: index + 1 for index, one in parts.items() if graph.ops[index].backward}
     found = []
-    for index, one in parts.items():
-        op = graph.ops[index]
-        if (
-            one in ends
-            and not op.backward
-            and not inside.isdisjoint(graph.values[value].storage for value in op.outputs)
-        ):
+    for op in (graph.ops[index] for index, one in parts.items() if one in ends):
+        made = {graph.values[value].storage for value in op.outputs}
+        if not op.backward and made & inside:
             given = (value for value in op.inputs if graph.values[value].storage not in inside)
-            found += [Save(value=value, op=index, released=ends[one]) for value in given]
+            found += [Save(value=value, op=op.index, released=ends[parts[op.index]]) for value in given]
     return found
 
 
@@ -83,9 +80,10 @@ def _masks(graph: ModelGraph) -> Iterator[tuple[int, int]]:
     """(storage, bytes) of the masks of dropout."""
     for op in graph.ops:
         if name_of(op) == "bernoulli_":
-            row, numel = graph.storages[graph.values[op.outputs[0]].storage], _numel(graph, op.outputs[0])
-            if numel < row.nbytes:
-                yield row.index, numel
+            mask = graph.values[op.outputs[0]]
+            numel = prod(mask.shape)
+            if numel < graph.storages[mask.storage].nbytes:
+                yield mask.storage, numel
 
 
 def _attentions(graph: ModelGraph) -> dict[int, _Attention]:
@@ -102,10 +100,11 @@ def _attentions(graph: ModelGraph) -> dict[int, _Attention]:
 
 def _attention(graph: ModelGraph, function: Function, weights: int) -> _Attention:
     read = (graph.values[value].storage for op in graph.ops[function.begin : function.end] for value in op.inputs)
+    given = (graph.values[value].dtype for value in function.inputs)
     return _Attention(
         begin=function.begin,
-        dtype=_dtype(graph.values[function.inputs[0]]),
-        scores=_numel(graph, weights),
+        dtype=next(dtype for dtype in given if dtype.is_floating_point),  # masks may be booleans
+        scores=prod(graph.values[weights].shape),
         alone=all(graph.storages[row].kind != "parameter" for row in read),
     )
 
@@ -117,7 +116,7 @@ def _inside(graph: ModelGraph, parts: dict[int, _Attention]) -> set[int]:
         op = graph.ops[index]
         scaled = name_of(op) == "mul" and len(op.inputs) == 1  # q and k, before they are multiplied
         for row in (graph.values[value] for value in op.outputs):
-            of_kernel = one.alone or scaled or prod(row.shape) == one.scores or _dtype(row) != one.dtype
+            of_kernel = one.alone or scaled or prod(row.shape) == one.scores or row.dtype != one.dtype
             if of_kernel and graph.storages[row.storage].born == index and graph.storages[row.storage].nbytes:
                 made[row.storage] = one
     seen = {graph.values[value].storage for value in graph.alive_at_end}
@@ -125,11 +124,3 @@ def _inside(graph: ModelGraph, parts: dict[int, _Attention]) -> set[int]:
         rows = (graph.values[value].storage for value in op.inputs)
         seen |= {row for row in rows if row in made and made[row] is not parts.get(op.index)}
     return made.keys() - seen
-
-
-def _dtype(value: Value) -> str:
-    return str(value.dtype).removeprefix("torch.")
-
-
-def _numel(graph: ModelGraph, value: int) -> int:
-    return prod(graph.values[value].shape)

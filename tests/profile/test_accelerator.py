@@ -1,5 +1,8 @@
 """On accelerators attention is one kernel and a mask of dropout takes a byte, whatever the CPU computes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -82,6 +85,16 @@ def test_a_cpu_is_as_it_was_recorded():
     assert on_devices(plain, GPU) is plain
     smaller = on_devices(dropping, GPU)
     assert on_devices(smaller, GPU) is smaller and on_devices(dropping, GPU).graph is smaller.graph
+
+
+def test_a_graph_goes_with_its_profile():
+    for dropped in (0.0, 0.1):
+        profile = profile_of(lambda dropped=dropped: Attention(dropped, 0.0))
+        on_devices(profile, GPU)
+        graph = weakref.ref(profile.graph)
+        del profile
+        gc.collect()
+        assert graph() is None
 
 
 @pytest.mark.parametrize("strategy", ["balanced", "pipeline", "column-parallel", "data-parallel"])
