@@ -230,7 +230,7 @@ def kernels(machine: Machine) -> Iterator[Row]:
     for batch, heads, tokens, width in ATTENTIONS:
         tokens //= shrink
         elements = float(batch * heads * tokens * width)
-        attention = Attention(flops=4 * elements * tokens, cut=False, causal=True, width=width,
+        attention = Attention(flops=4 * elements * tokens, cut=False, causal=True, drops=False, width=width,
                               keys=(), moved=Volume(rows=8 * elements))  # fmt: skip
         predicted, _ = attention_seconds(attention, share, Recipe(), card, reached)
         run = partial(scaled_dot_product_attention, *make(3, batch, heads, tokens, width), is_causal=True)

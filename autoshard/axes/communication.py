@@ -16,7 +16,7 @@ from autoshard.axes.rules import Contraction
 from autoshard.axes.walk import AxisWalk, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
 from autoshard.common.module_paths import is_below, join, relative
-from autoshard.plan.sharding import DROPOUTS, Action
+from autoshard.plan.sharding import ATTENTION, DROPOUTS, Action
 
 _OF_ELEMENTS = frozenset({"sum", "nansum", "mean"})
 """Functions that are one op of the same name, and sum the elements of one tensor."""
@@ -237,7 +237,7 @@ class CommunicationPoints:
 
     def _drawing(self, op: int, value: int, dim: int, axis: str) -> tuple[Action, int]:
         site = self._site(op)
-        if site is None or site.function not in DROPOUTS:
+        if site is None or site.function not in (*DROPOUTS, ATTENTION):
             raise Unplaceable(f"{self.where(op)} draws random numbers for a part of a tensor")
         return self._at(site, "dropout", "", dim, axis, value), site.call
 

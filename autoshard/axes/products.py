@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from string import ascii_letters
 from typing import Any
 
+import torch
+
 from autoshard.axes.axis import Axis, reshape, size_of
 from autoshard.axes.rules import Axes, Context, Seen, broadcast, rule, unshardable
 
@@ -113,9 +115,12 @@ def _attention(
     and one of v.
 
     One causal query sees one key, whatever the others do, but a share of the queries would start from key 0 again.
+    What is dropped is drawn for the scores, whose leading dimensions are those of q.
     """
     if dropout_p:
-        return None
+        if not enable_gqa and torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]) != q.shape[:-2]:
+            return None
+        walk.note_random_call(q)
     walk.block([q.axes[-1], k.axes[-1], k.axes[-2], v.axes[-2]], "attention mixes along it")
     if is_causal:
         walk.block([q.axes[-2]], "attention mixes along it")

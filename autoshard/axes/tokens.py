@@ -27,9 +27,8 @@ from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import Action, Cut, Results, result_of
+from autoshard.plan.sharding import ATTENTION, Action, Cut, Results, result_of
 
-ATTENTION = "scaled_dot_product_attention"
 _SHAPING = frozenset({"view", "reshape", "_unsafe_view", "expand", "zeros", "ones", "empty", "new_zeros", ATTENTION})
 """Ops that may be given sizes: what they make has these. Of attention, whether it is causal is written as a mask."""
 _ENTERING = ("collect", "whole", "copy_to", "divide")
@@ -305,6 +304,7 @@ class _Zone:
         op = self.graph.ops[index]
         places = [self.divided.get(value, 0) - len(self.graph.values[value].shape) for value in op.inputs[:3]]
         trained = not self.lookup.differentiable.isdisjoint(op.inputs[3:])  # a bias, of which ranks would use parts
+        trained |= any(drawn == index for drawn, _ in self.walk.random_calls)  # and masks of dropout, too
         if places != [-2, -2, -2] or trained or len(op.outputs) != 1 or not self.merged.isdisjoint(op.inputs):
             return False
         self.divided[op.outputs[0]] = len(self.graph.values[op.outputs[0]].shape) - 2

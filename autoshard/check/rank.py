@@ -26,6 +26,7 @@ class LoneRank:
     rank: int
     size: int
     divides: bool = True
+    has_values: bool = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

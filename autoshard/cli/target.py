@@ -80,7 +80,7 @@ def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Tar
 
     title = path.name if path.is_dir() or path.name != "config.json" else path.absolute().parent.name
     config_file(path)
-    model = load_model(path, with_weights=with_weights)
+    model = load_model(path, with_weights=with_weights).train(workload.training)
     note = quantization_note(model)
     shaped = _shaped(workload, model)
     notes = (note,) if note else ()

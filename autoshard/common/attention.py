@@ -1,6 +1,5 @@
-"""Torch's `multi_head_attention_forward` written out, so that function modes see what it calls.
-
-A mode is given the whole of it as one function. Ranks that share its heads have to act at the functions inside.
+"""Attention of torch written out: for function modes, which are given `multi_head_attention_forward` as one function,
+and for ranks that share heads and have to act inside.
 """
 
 import inspect
@@ -63,6 +62,27 @@ def written_out(func: Any, args: tuple, kwargs: dict[str, Any] | None) -> Callab
     call = _Attention(*bound.arguments.values())
     is_plain = call.static_key is None and call.static_value is None and (call.mask is None or call.mask.dim() == 2)
     return (lambda: _attend(call)) if is_plain else None
+
+
+def attention_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What `scaled_dot_product_attention` multiplies values by, before it drops any: [..., heads, queries, keys]."""
+    key = of_each_head(key, query) if enable_gqa else key
+    scores = (query * (1.0 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    if attn_mask is not None:
+        masked = attn_mask.dtype is torch.bool
+        scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
+    return F.softmax(scores, dim=-1)
+
+
+def of_each_head(shared: Tensor, query: Tensor) -> Tensor:
+    """Keys or values for each head of the queries, where neighbouring heads share them."""
+    heads = query.shape[-3] // shared.shape[-3]
+    return shared.repeat_interleave(heads, -3) if heads > 1 else shared
 
 
 def _attend(call: _Attention) -> tuple[Tensor, Tensor | None]:

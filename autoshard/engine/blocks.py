@@ -55,7 +55,7 @@ class TensorPart:
 class OpWork:
     """One op: `flops` of the whole, for the samples that were traced; `m`, `n`, `k` of a matrix product, of attention
     `k` of its scores: columns of a head. `once`: it is done with the prompt, not for each token of an answer; `fixed`:
-    so are the keys and values of attention."""
+    so are the keys and values of attention. `drops`: attention drops some weights."""
 
     name: str
     kind: Kind
@@ -67,6 +67,7 @@ class OpWork:
     outputs: tuple[TensorPart, ...] = ()
     free: bool = False
     causal: bool = False
+    drops: bool = False
     once: bool = False
     fixed: bool = False
 
@@ -420,9 +421,9 @@ def _op(graph: ModelGraph, op: Op, part: Callable[[int], TensorPart], grows: set
         kind = "loss"
     elif name.startswith("embedding"):
         kind = "lookup"
-    causal = kind == "attention" and bool(arguments_of(op).get("is_causal"))
+    causal, drops = (kind == "attention" and bool(arguments_of(op).get(name)) for name in ("is_causal", "dropout_p"))
     return OpWork(
         name=name, kind=kind, flops=op.flops, m=m, n=n, k=k, inputs=inputs, outputs=outputs, free=free,
-        causal=causal, once=grows.isdisjoint(op.inputs),
+        causal=causal, drops=drops, once=grows.isdisjoint(op.inputs),
         fixed=kind == "attention" and grows.isdisjoint(op.inputs[1:3]),
     )  # fmt: skip

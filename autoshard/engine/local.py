@@ -98,11 +98,12 @@ class Product:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attention:
-    """`width`: columns of a head; `keys`: keys and values. `once`, `fixed`: as in `OpWork`."""
+    """`width`: columns of a head; `keys`: keys and values. `once`, `fixed`, `drops`: as in `OpWork`."""
 
     flops: float
     cut: bool
     causal: bool
+    drops: bool
     width: int
     keys: tuple[TensorPart, ...]
     moved: Volume
@@ -112,6 +113,10 @@ class Attention:
     def scores_on(self, share: Share) -> float:
         """Elements of the scores on one rank: a query times a key is 2 FLOPs per column, and as many with a value."""
         return self.flops / (4 * self.width) * share.rows * share.length / (share.tp if self.cut else 1)
+
+    def writes_scores(self, share: Share) -> bool:
+        """Whether ranks write scores out, as those that share heads do where they draw what is dropped."""
+        return self.drops and self.cut and share.tp > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +221,7 @@ def _product(op: OpWork) -> Product:
 
 def _attention(op: OpWork) -> Attention:
     return Attention(
-        flops=op.flops, cut=op.cut, causal=op.causal, once=op.once, fixed=op.fixed,
+        flops=op.flops, cut=op.cut, causal=op.causal, drops=op.drops, once=op.once, fixed=op.fixed,
         width=max(1, op.k),
         keys=op.inputs[1:3],
         moved=volume_of((*op.inputs[:3], *op.outputs[:1])),

@@ -189,15 +189,14 @@ def kept_bytes(block: Block, share: Share, recipe: Recipe) -> float:
 
 def _all_kept(block: Block, share: Share, recipe: Recipe) -> float:
     sums = sums_of(block)
-    if recipe.hand_fused:
-        scores = SCORE_BYTES * _scores(block, share) if recipe.unfused_attention else 0.0
-        return sums.kept.on(share) + scores
-    return (sums.kept_fused if recipe.stack == "compiled" else sums.kept).on(share)
+    kept = sums.kept_fused if recipe.stack == "compiled" else sums.kept
+    return kept.on(share) + SCORE_BYTES * _scores(block, share, recipe)
 
 
-def _scores(block: Block, share: Share) -> float:
-    """Elements of the scores of attention in one layer."""
-    return sum(attention.scores_on(share) for attention in sums_of(block).attentions)
+def _scores(block: Block, share: Share, recipe: Recipe) -> float:
+    """Elements of the scores in one layer that attention writes out; of two bytes each, if they are larger."""
+    unfused = (one for one in sums_of(block).attentions if recipe.unfused_attention or one.writes_scores(share))
+    return sum(one.scores_on(share) for one in unfused) * max(1.0, recipe.precision.compute / 2)
 
 
 def _input_bytes(block: Block, share: Share, recipe: Recipe) -> float:
@@ -288,6 +287,5 @@ def _backward_bytes(block: Block, share: Share, recipe: Recipe) -> float:
     again = 0.0
     if recipe.recompute != "none" and block.recomputes:
         again = _all_kept(block, share, recipe)
-    if recipe.unfused_attention:
-        again += SCORE_GRADIENT_BYTES * _scores(block, share)
+    again += SCORE_GRADIENT_BYTES * _scores(block, share, recipe)
     return again + sums_of(block).widest.on(share)

@@ -144,7 +144,7 @@ def attention_seconds(
     op: Attention, share: Share, recipe: Recipe, card: Card, reached: Efficiency
 ) -> tuple[float, float]:
     """Forward and backward."""
-    if recipe.unfused_attention:
+    if recipe.unfused_attention or op.writes_scores(share):
         return _unfused_seconds(op, share, card, reached)
     flops = op.flops * share.rows * share.length / (share.tp if op.cut else 1)
     if op.causal:

@@ -26,6 +26,8 @@ LONGEST_DIMENSION = 2**27
 MOST_BRACKETS = 100
 DROPOUTS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
 """Functions that multiply by a random mask of the shape of their first argument, where a `dropout` action may be."""
+ATTENTION = "scaled_dot_product_attention"
+"""The function in which a `dropout` action may be, too: its random mask is of the shape of the scores."""
 LOSSES = ("loss", "loss_in_parts")
 """Kinds of actions at losses of which each rank computes a part."""
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from autoshard import torch_private
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import DROPOUTS, LOSSES, Action
+from autoshard.plan.sharding import ATTENTION, DROPOUTS, LOSSES, Action
 from autoshard.runtime.experts import install_dispatch
 from autoshard.runtime.function_calls import Listed, begin_watch, end_watch
 from autoshard.runtime.lengths import Lengths
@@ -137,8 +137,8 @@ def check(action: Action, where: str) -> None:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"
-    elif action.kind == "dropout" and action.function not in DROPOUTS:
-        problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))} can be drawn in parts"
+    elif action.kind == "dropout" and action.function not in (*DROPOUTS, ATTENTION):
+        problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))}, {ATTENTION} can be drawn in parts"
     elif action.addend and (action.kind not in ("reduce", "scatter") or not action.function):
         problem = "has an addend without being the sum of a function's results"
     elif action.gathered and action.kind not in ("reduce", "mean"):

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.attention.bias import causal_lower_right
 
 from autoshard import torch_private
+from autoshard.common.attention import attention_weights, of_each_head
 from autoshard.errors import ApplyError
 from autoshard.nested import item_at, map_tensors, replace_at, tensor_at, tensors_in
-from autoshard.plan.sharding import LOSSES, Action, LocalLength
+from autoshard.plan.sharding import ATTENTION, LOSSES, Action, LocalLength
 from autoshard.runtime import cut_loss
 from autoshard.runtime.collectives import ALONG, Axis, Ranks, along, copy_from_region, copy_to_region, reduce, tracked
 from autoshard.runtime.given import picks_tokens
@@ -21,7 +22,7 @@ BIASED = frozenset({"linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", 
 """Functions of (input, weight, bias)."""
 _FRESH = {*BIASED, "matmul", "__matmul__", "__rmatmul__", "bmm", "mm", "addmm", "baddbmm", "sum"}
 """Functions whose result is new memory, which a sum over ranks may overwrite."""
-_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _ON_RESULTS = frozenset({"reduce", "mean", "gather", "spread", "copy_from", "scatter", "join", "spread_tokens"})
 """Kinds of actions on what a call gives."""
@@ -380,6 +381,8 @@ class Step:
 
     def _dropout(self, call: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """Draw the mask of the whole tensor, as the model did before it was cut, and keep this rank's part of it."""
+        if self.action.function == ATTENTION:
+            return self._dropped_attention(call, dict(zip(_ATTENTION, args, strict=False)) | kwargs)
         given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
         if not given.get("training", given.get("train", True)):
             return call(*args, **kwargs)
@@ -391,6 +394,20 @@ class Step:
         with torch_private.no_overrides():
             mask = axis.own_part(mask, self.action.dim)
             return tensor.mul_(mask) if given.get("inplace") else tensor * mask
+
+    def _dropped_attention(self, call: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:
+        """Attention that drops some weights, written out: one kernel draws for the heads that it is given."""
+        dropped = given.pop("dropout_p", 0.0)
+        if not dropped or not getattr(self.ranks, "has_values", True):
+            return call(**given, dropout_p=dropped)
+        value = given.pop("value")
+        with torch_private.no_overrides():
+            weights = attention_weights(**given)
+            axis, shape = self._axis_of(weights), list(weights.shape)
+            shape[self.action.dim] = axis.where.size
+            mask = torch.bernoulli(weights.new_zeros(shape, dtype=torch.bool), 1 - dropped)
+            weights = weights * axis.own_part(mask, self.action.dim) / (1 - dropped)
+            return weights @ (of_each_head(value, weights) if given.get("enable_gqa") else value)
 
 
 def _ones_like(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:

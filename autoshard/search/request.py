@@ -100,9 +100,18 @@ class Request:
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
         try:
-            return record(self.model, self.inputs, workload=forward, composite=True)
+            return record(self.model, self._given, workload=forward, composite=True)
         except CaptureError as error:  # though it could be measured: other strategies may do
             return str(error)
+
+    @cached_property
+    def _given(self) -> Any:
+        """The inputs; where none were given, those of the profile, which have labels in training."""
+        if self.inputs is not None or not self.profile.workload.training:
+            return self.inputs
+        from autoshard.check.rank import call_of
+
+        return call_of(self.model, None, self.profile.workload, self.profile.graph)[1]
 
     @cached_property
     def groups(self) -> "AxisGroups":
@@ -123,7 +132,7 @@ class Request:
         from autoshard.check.cuts import check_cuts
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
-        check = check_cuts(self.model, self.inputs, forward, self.composite, self.groups)
+        check = check_cuts(self.model, self._given, forward, self.composite, self.groups)
         return _inside_blocks(check) if self.inside_blocks else check
 
 

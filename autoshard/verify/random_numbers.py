@@ -41,9 +41,10 @@ class SameRandomNumbers(DispatchMode):
             return made.copy_(args[0].argmax(-1, keepdim=True).expand_as(made))
         if not isinstance(made, torch.Tensor) or not made.dim() or name_of_op(func) == "aten::randperm":
             return made
-        if not made.is_floating_point():  # whole numbers have a range: those of the first row
+        name = name_of_op(func).split("::")[1]
+        if not made.is_floating_point() and "bernoulli" not in name:  # they have a range: those of the first row
             return made.copy_(made[:1].clone().expand_as(made)) if made.numel() else made
-        return made.copy_(_row(name_of_op(func).split("::")[1], made, args, kwargs))
+        return made.copy_(_row(name, made, args, kwargs))
 
 
 def _row(name: str, made: torch.Tensor, args: tuple, kwargs: dict[str, Any]) -> torch.Tensor:

@@ -117,7 +117,6 @@ ATTENTION = [
     ("abc.,ab..,ab.d->abcd", shared, (2, 4, 3, 5), (2, 4, 6, 5), (2, 4, 6, 7)),
     ("a(bc)d.,ab..,ab.e,a(bc)d.->a(bc)de", shared, (2, 6, 3, 5), (2, 2, 6, 5), (2, 2, 6, 7), (2, 6, 3, 6)),
     ("a(bcd)e.,ab..,a(bc).f->a(bcd)ef", shared, (2, 8, 3, 5), (2, 2, 6, 5), (2, 4, 6, 7)),
-    ("....,....,....->....", lambda q, k, v: attend(q, k, v, dropout_p=0.5), (2, 4, 3, 5), (2, 4, 6, 5), (2, 4, 6, 7)),
 ]  # fmt: skip
 
 CONVOLUTIONS = [

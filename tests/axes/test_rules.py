@@ -1,6 +1,7 @@
 """Every rule is checked by execution: what it says can be cut is cut, and run on every rank."""
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -128,6 +129,12 @@ def test_masks_that_are_drawn_are_noted(function):
     assert len(Trial(lambda x: function(x, 0.5, True), x).walk.random_calls) == 1
     assert len(Trial(lambda x: function(x, 0.5, True, inplace=True), x).walk.random_calls) == 1
     assert not Trial(lambda x: function(x, 0.5, False), x).walk.random_calls
+
+
+@pytest.mark.parametrize(("q", "k", "noted"), [((2, 4, 3, 5),) * 2 + (1,), ((3, 5), (2, 3, 5), 0)])
+def test_weights_that_attention_drops_are_noted_where_they_have_the_heads_of_queries(q, k, noted):
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, dropout_p=0.5)
+    assert len(Trial(attend, torch.randn(q), torch.randn(k), torch.randn(k)).walk.random_calls) == noted
 
 
 def test_arguments_that_a_rule_was_not_written_for_block():

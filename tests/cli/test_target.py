@@ -163,6 +163,7 @@ def test_a_configuration_builds_its_model_on_meta_in_its_dtype(tmp_path):
     parameters = list(target.model.parameters())
     assert all(p.is_meta and p.dtype == torch.float16 for p in parameters)
     assert not target.model.training and torch.get_default_dtype() == torch.float32
+    assert load_target(str(tmp_path), Workload(mode="training")).model.training  # what it drops then is planned
     again = load_target(str(tmp_path), Workload(assumed=True), with_weights=True)
     assert {n: p.shape for n, p in again.model.named_parameters()} == {
         n: p.shape for n, p in target.model.named_parameters()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoshard.plan import Plan, PlanDevice
-from autoshard.plan.sharding import Action, Cut, Scale, Shard, even_shares
+from autoshard.plan.sharding import ATTENTION, Action, Cut, Scale, Shard, even_shares
 from autoshard.plan.workload import Workload
 
 
@@ -281,6 +281,34 @@ def cut_dropped(ranks, divide=even_shares):
     return (replace(cut, actions=(*cut.actions, dropout), training=True),)
 
 
+class DroppedScores(nn.Module):
+    """Fused attention that drops: causal with shared heads, and with masks and a scale of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.o = nn.Linear(8, 48), nn.Linear(8, 24), nn.Linear(48, 8)
+
+    def forward(self, x):
+        q, k = (one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.q, self.k))
+        attend = partial(F.scaled_dot_product_attention, q, k, k, dropout_p=0.3 * self.training, enable_gqa=True)
+        mask = torch.ones(5, 5, dtype=torch.bool)
+        mask[1:, 0] = False
+        mixed = attend(is_causal=True) + attend(attn_mask=mask, scale=0.3) + attend(attn_mask=mask.float())
+        return self.o(mixed.transpose(1, 2).flatten(-2))
+
+
+def cut_scores(ranks, divide=even_shares):
+    shares = divide(6, ranks)
+    shards = (("q.weight", 0, "*6x8"), ("q.bias", 0, "*6x8"), ("k.weight", 0, "*6x4"), ("k.bias", 0, "*6x4"))
+    drops = (
+        Action(kind="dropout", module="", function=ATTENTION, occurrence=number, dim=1, dims=4, axis="*6x2")
+        for number in range(3)
+    )
+    actions = (enter("q"), enter("k"), *drops, reduce("o", addend="0.2"))
+    shards = (*(shard(*one) for one in shards), shard("o.weight", 1, "*6x8"))
+    return (Cut(blocks=("",), size=6, shares=shares, shards=shards, actions=actions, training=True),)
+
+
 def batch(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
 
@@ -343,4 +371,5 @@ CASES = {
     "fused": Case(Fused, (batch(2, 5, 8),), cut_fused, 2, 6),
     "means": Case(Means, (batch(2, 4, 5),), cut_means, 3, 4),
     "dropout": Case(Dropped, (batch(2, 5, 8),), cut_dropped, 1, 2),
+    "dropped scores": Case(DroppedScores, (batch(2, 5, 8),), cut_scores, 1, 2),
 }

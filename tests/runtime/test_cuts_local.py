@@ -335,6 +335,18 @@ def test_what_is_drawn_in_training_must_have_been_planned(kind):
     torch.testing.assert_close(model(x), expected, **TOLERANCE)
 
 
+def test_a_training_step_is_planned_with_labels_where_no_inputs_are_given():
+    """Its logits get a bias behind the head: without labels nothing would read them before they are given out."""
+    model = by_name("bart").model().train()
+    asked = Workload(mode="training", batch_size=2, sequence_length=6)
+    ids = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(4)
+    expected = model(input_ids=ids, labels=ids).loss
+    autoshard.apply(model, DEVICES, workload=asked, strategy="column-parallel", objective="memory")
+    torch.manual_seed(4)
+    torch.testing.assert_close(model(input_ids=ids, labels=ids).loss, expected, **TOLERANCE)
+
+
 def test_a_bias_is_added_once_behind_the_sum():
     names, (model, expected) = list(make("perceptron").state_dict()), cut("perceptron")
     inputs, layer = CASES["perceptron"].inputs, model.blocks[0]["down"]
