@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from autoshard.axes.axis import describe
 from autoshard.axes.groups import AxisGroups
+from autoshard.capture.graph import ModelGraph
 from autoshard.common.module_paths import above
 from autoshard.plan.sharding import Cut, Part, Results, result_of
 
@@ -11,7 +12,8 @@ from autoshard.plan.sharding import Cut, Part, Results, result_of
 def find_results(found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Results, ...]:
     """What the blocks of some cuts and all modules around them gave; `found`: the groups that were chosen from.
 
-    What modules between the root and the blocks gave may be cut, and be put together only behind them.
+    What modules between the root and the blocks gave may be cut, and be put together only behind them. What a block
+    puts together where it ends is whole for the modules around it that hand it on.
     """
     blocks = {block for cut in cuts for block in cut.blocks}
     paths = {path for block in blocks for path in (block, *above(block))}
@@ -22,14 +24,14 @@ def find_results(found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Results, ...]:
     graph = groups[0].walk.graph
     tensors: dict[str, set[str]] = {path: set() for path in paths}
     parts: dict[str, set[Part]] = {path: set() for path in paths}
+    whole = _gathered_inside(graph, cuts)
     for call in graph.calls:
         if call.path not in paths:
             continue
         inner = call.path and call.path not in blocks
         for path, value in zip(call.output_paths, call.outputs, strict=True):
-            cut = (
-                [(group, dim) for group in groups for dim in group.walk.cut_dims(value, group.factor)] if inner else []
-            )
+            looked_at = groups if inner and (call.path, value) not in whole else []
+            cut = [(group, dim) for group in looked_at for dim in group.walk.cut_dims(value, group.factor)]
             if not cut:
                 tensors[call.path].add(result_of(path, len(graph.values[value].shape)))
             elif value not in graph.outputs:  # which may be put together inside already
@@ -43,3 +45,17 @@ def find_results(found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Results, ...]:
     return tuple(
         Results(modules=tuple(modules), tensors=whole, parts=cut) for (whole, cut), modules in isomorphic.items()
     )
+
+
+def _gathered_inside(graph: ModelGraph, cuts: Sequence[Cut]) -> set[tuple[str, int]]:
+    """(module, value) for values that a block below the module puts together where it ends."""
+    ends = {
+        (block, action.argument)
+        for cut in cuts for block in cut.blocks for action in cut.actions
+        if action.kind == "gather" and not action.module and not action.function
+    }  # fmt: skip
+    return {
+        (around, value)
+        for call in graph.calls for path, value in zip(call.output_paths, call.outputs, strict=True)
+        if (call.path, path) in ends for around in above(call.path)
+    }  # fmt: skip

@@ -95,6 +95,43 @@ def test_what_was_not_planned_is_compared():
     check_asked(planned(Model()))
 
 
+class Projector(nn.Module):
+    """A module that hands on what its only layer gives, of which two ranks can cut one dimension alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(15, 32)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+class Projected(nn.Module):
+    """Features of an image, say, which other code may ask for by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.projector = Projector()
+
+    def features(self, x):
+        return self.projector(x)
+
+    def forward(self, x):
+        return self.features(x).cumsum(-1)
+
+
+def test_what_a_block_puts_together_is_whole_around_it():
+    """`generate()` of Transformers asks for features of images outside of the forward."""
+    torch.manual_seed(0)
+    model, x = Projected(), torch.randn(2, 6, 15)
+    wanted = model(x), model.features(x)
+    plan = autoshard.plan(model, DEVICES, inputs=x, strategy="column-parallel", objective="memory")
+    assert any(action.kind == "gather" for cut in plan.cuts for action in cut.actions)
+    autoshard.apply(model, plan)
+    torch.testing.assert_close((model(x), model.features(x)), wanted)
+    autoshard.remove(model)
+
+
 def plan_of_maps():
     """Two blocks in a stage each, both cut; nobody has asked for their maps."""
     torch.manual_seed(0)
