@@ -4,6 +4,9 @@ from collections.abc import Mapping
 
 from torch import nn
 
+_PREPARED = "_is_accelerate_prepared"
+"""What Accelerate asks of a model; before 1.14 it does not, and refuses DTensors or puts the model into DDP."""
+
 
 class AppliedMap(dict[str, str]):
     """A device map that `apply` wrote; a model that was loaded with `device_map=` keeps its own."""
@@ -22,7 +25,14 @@ def with_map(model: nn.Module, device_map: Mapping[str, str]) -> nn.Module:
     return model
 
 
+def of_ranks(model: nn.Module) -> nn.Module:
+    """Let a Trainer, or `Accelerator.prepare`, take a model that ranks share as it is: not moved and not in DDP."""
+    vars(model)[_PREPARED] = True
+    return model
+
+
 def without_map(model: nn.Module) -> None:
-    """Delete the `hf_device_map` that `apply` wrote."""
+    """Delete what `with_map` and `of_ranks` wrote."""
+    vars(model).pop(_PREPARED, None)
     if isinstance(getattr(model, "hf_device_map", None), AppliedMap):
         del model.hf_device_map

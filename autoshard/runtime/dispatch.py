@@ -15,7 +15,7 @@ from autoshard.runtime.agreement import RankState, agree
 from autoshard.runtime.collectives import ProcessRanks, count_processes
 from autoshard.runtime.cuts import Loader, apply_cuts, cut_record, remove_cuts
 from autoshard.runtime.data_parallel import apply_replicas, remove_replicas, replica_record
-from autoshard.runtime.device_map import with_map, without_map
+from autoshard.runtime.device_map import of_ranks, with_map, without_map
 from autoshard.runtime.devices import check_copies, make_current, resolve_device
 from autoshard.runtime.launched import check_launched
 from autoshard.runtime.local_ranks import LocalRanks
@@ -51,8 +51,9 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     if several:
         ranks, device, problem = _clear(model, plan, problem)
         if divide is not None:
-            return divide(model, plan, ranks, device=device, problem=problem, loader=loader)
-        return apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader, results=plan.results)
+            return of_ranks(divide(model, plan, ranks, device=device, problem=problem, loader=loader))
+        cut = apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader, results=plan.results)
+        return of_ranks(cut)
     if problem is not None:
         raise problem
     devices = [resolve_device(device.name) for device in plan.devices]

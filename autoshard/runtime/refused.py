@@ -53,7 +53,8 @@ def refuse_saving(model: Any) -> None:
         if kwargs.get("state_dict") is None and len(args) < 3:
             raise ApplyError(
                 "save_pretrained can't write a model of whose parameters each process has a part. Call "
-                "autoshard.save(model, directory) on all ranks, which writes the same files."
+                "autoshard.save(model, directory) on all ranks, which writes the same files; with a Trainer in a "
+                "callback (on_step_end), and give it save_strategy='no'."
             )
         return usual(*args, **kwargs)
 

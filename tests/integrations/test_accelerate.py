@@ -8,6 +8,7 @@ from accelerate.utils import get_balanced_memory
 from torch.utils.data import DataLoader
 
 import autoshard
+from tests.scripts import run_script
 
 PROMPT = torch.arange(24).reshape(2, 12)
 TRAINING = autoshard.Workload(mode="training", optimizer="adamw")
@@ -114,3 +115,10 @@ def test_accelerator_leaves_an_applied_model_where_it_is(room):
         assert torch.equal(found.cpu(), loss)
         optimizer.step()
         autoshard.remove(model)
+
+
+def test_processes_are_trained_by_a_trainer_and_with_accelerate():
+    pytest.importorskip("accelerate", minversion="1.14")  # earlier ones put any model into DDP
+    done = run_script("tests/integrations/trainer_run.py")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "all equal to one process: True" in done.stdout, done.stdout
