@@ -98,37 +98,45 @@ def test_what_was_not_planned_is_compared():
 class Projector(nn.Module):
     """A module that hands on what its only layer gives, of which two ranks can cut one dimension alone."""
 
-    def __init__(self):
+    def __init__(self, mixes):
         super().__init__()
+        self.mixes = mixes
         self.layer = nn.Linear(15, 32)
 
     def forward(self, x):
-        return self.layer(x)
+        return mixed(self.layer(x)) if self.mixes else self.layer(x)
+
+
+def mixed(x):
+    """A function of whole rows."""
+    return x.cumsum(-1)
 
 
 class Projected(nn.Module):
     """Features of an image, say, which other code may ask for by themselves."""
 
-    def __init__(self):
+    def __init__(self, mixes):
         super().__init__()
-        self.projector = Projector()
-
-    def features(self, x):
-        return self.projector(x)
+        self.projector = Projector(mixes)
+        self.last = nn.Linear(32, 15)
 
     def forward(self, x):
-        return self.features(x).cumsum(-1)
+        return self.last(self.projector(x) if self.projector.mixes else mixed(self.projector(x)))
 
 
-def test_what_a_block_puts_together_is_whole_around_it():
+@pytest.mark.parametrize("mixes", [False, True], ids=["put together in a layer", "sliced by the next layer"])
+def test_what_blocks_alone_have_in_parts_is_whole_around_them(mixes):
     """`generate()` of Transformers asks for features of images outside of the forward."""
     torch.manual_seed(0)
-    model, x = Projected(), torch.randn(2, 6, 15)
-    wanted = model(x), model.features(x)
+    model, x = Projected(mixes), torch.randn(2, 6, 15)
+    wanted = model(x), model.projector(x)
     plan = autoshard.plan(model, DEVICES, inputs=x, strategy="column-parallel", objective="memory")
-    assert any(action.kind == "gather" for cut in plan.cuts for action in cut.actions)
+    assert [[action.kind for action in cut.actions] for cut in plan.cuts] == [
+        ["copy_to", "gather"],
+        ["slice", "reduce"],
+    ]
     autoshard.apply(model, plan)
-    torch.testing.assert_close((model(x), model.features(x)), wanted)
+    torch.testing.assert_close((model(x), model.projector(x)), wanted)
     autoshard.remove(model)
 
 
