@@ -76,7 +76,15 @@ def attention_weights(
     if attn_mask is not None:
         masked = attn_mask.dtype is torch.bool
         scores = scores.masked_fill(~attn_mask, -math.inf) if masked else scores + attn_mask
-    return F.softmax(scores, dim=-1)
+    return _softmax(scores, attn_mask)
+
+
+def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Weights of masked scores as `scaled_dot_product_attention` has them: 0 of a query that may see no key."""
+    if mask is None:
+        return F.softmax(scores, dim=-1)
+    sees_none = (scores == -math.inf).all(dim=-1, keepdim=True)
+    return F.softmax(scores.masked_fill(sees_none, 0.0), dim=-1).masked_fill(sees_none, 0.0)
 
 
 def of_each_head(shared: Tensor, query: Tensor) -> Tensor:
@@ -108,7 +116,8 @@ def _attend(call: _Attention) -> tuple[Tensor, Tensor | None]:
     weights = None
     if in_full:
         scores = (q * math.sqrt(1.0 / each)) @ k.transpose(-2, -1)
-        weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+        scores = scores if mask is None else scores + mask
+        weights = F.softmax(scores, dim=-1) if call.wants_weights else _softmax(scores, mask)
         weights = F.dropout(weights, p=dropout) if dropout > 0.0 else weights
         mixed = weights @ v
     else:

@@ -61,6 +61,21 @@ def test_what_is_written_out_is_equal(mask, keys):
         torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("weights", [False, True])
+def test_a_query_that_may_see_no_key_is_equal_where_weights_are_dropped(weights):
+    """Torch gives it zeros, or NaN where weights of attention are wanted."""
+    torch.manual_seed(0)
+    model, x = nn.MultiheadAttention(16, 4, dropout=0.3, batch_first=True).double(), torch.randn(2, 5, 16).double()
+    padding, found = torch.tensor([[False] * 5, [True] * 5]), []
+    for mode in (nullcontext(), Inside()):
+        torch.manual_seed(1)
+        with mode:
+            result = model(x, x, x, key_padding_mask=padding, need_weights=weights)[0]
+        found.append([result, *torch.autograd.grad(result.square().sum(), list(model.parameters()))])
+    assert found[0][0].isnan().any() == weights
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
 class Layers(nn.Module):
     """Layers of torch's transformer, and cross attention that gives out its weights."""
 

@@ -292,7 +292,7 @@ class DroppedScores(nn.Module):
         q, k = (one(x).unflatten(-1, (-1, 4)).transpose(1, 2) for one in (self.q, self.k))
         attend = partial(F.scaled_dot_product_attention, q, k, k, dropout_p=0.3 * self.training, enable_gqa=True)
         mask = torch.ones(5, 5, dtype=torch.bool)
-        mask[1:, 0] = False
+        mask[1:, 0] = mask[2] = False
         mixed = attend(is_causal=True) + attend(attn_mask=mask, scale=0.3) + attend(attn_mask=mask.float())
         return self.o(mixed.transpose(1, 2).flatten(-2))
 
