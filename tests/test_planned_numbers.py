@@ -88,6 +88,32 @@ def test_a_choice_that_rounding_made_convicts_nothing():
     assert plan.cuts and autoshard.verify(model, plan, inputs=x.double()).ok
 
 
+class Amplified(nn.Module):
+    """What is rounding in the products is seen in the result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (1e6 * self.down(self.up(x).relu())).sin()
+
+
+@pytest.mark.parametrize(("factor", "dtype"), [(1.0, torch.float32), (1.01, torch.float32), (1.01, torch.float64)])
+def test_rounding_that_a_model_amplifies_convicts_nothing(factor, dtype, monkeypatch):
+    """A fault is as large in float64."""
+    torch.manual_seed(0)
+    model, x = Amplified().to(dtype), torch.randn(4, 16, dtype=dtype)
+    applied = planned._applied
+    monkeypatch.setattr(planned, "_applied", lambda copy, *args: _times(applied(copy, *args), factor))
+    asked = {"inputs": x, "strategy": "column-parallel", "objective": "memory"}
+    if factor != 1:
+        with pytest.raises(autoshard.PlanError, match="does not compute the same in parts"):
+            autoshard.plan(model, "2x1MiB", **asked)
+    else:
+        assert autoshard.plan(model, "2x1MiB", **asked).cuts
+
+
 class Lowered(nn.Module):
     """Double precision around products in single precision, as routers of experts compute them."""
 
