@@ -50,6 +50,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
         problem = error
     if several:
         ranks, device, problem = _clear(model, plan, problem)
+        if divide is apply_stages:  # a Trainer can't call them, and they know each attribute that the model had
+            return apply_stages(model, plan, ranks, device=device, problem=problem, loader=loader)
         if divide is not None:
             return of_ranks(divide(model, plan, ranks, device=device, problem=problem, loader=loader))
         cut = apply_cuts(model, plan.cuts, ranks, device=device, problem=problem, loader=loader, results=plan.results)
