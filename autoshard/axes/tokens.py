@@ -37,10 +37,13 @@ _DRAWS = ("bernoulli", "rand", "normal", "multinomial", "exponential")
 """Beginnings of names of ops whose result is another one for each element that is drawn."""
 
 
-def divide_tokens(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
+def divide_tokens(
+    graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut], stages: Sequence[Sequence[str]] = ()
+) -> tuple[Cut, ...]:
     """Return the cuts with tokens divided over the ranks between them, or as they are where nothing allows it.
 
-    `graph`: captured with `composite=True`; `found`: its axis groups; `cuts`: some of them, over the same ranks.
+    `graph`: captured with `composite=True`; `found`: its axis groups; `cuts`: some of them, over the same ranks;
+    `stages`: paths of modules in each stage of a pipeline, between which tensors are whole.
     """
     lookup = Lookup(graph)
     made = list(cuts)
@@ -53,7 +56,7 @@ def divide_tokens(graph: ModelGraph, found: AxisGroups, cuts: Sequence[Cut]) -> 
         groups = [group for cut in own if (group := group_of(found, cut)) is not None]
         if len(groups) != len(own):
             continue
-        changed, _ = _divided(graph, lookup, region, groups, own, own[0].degree, own[0].training)
+        changed, _ = _divided(graph, lookup, region, groups, own, own[0].degree, own[0].training, stages)
         instead = dict(zip(own, changed, strict=False))
         made = [instead.get(cut, cut) for cut in made] + changed[len(own) :]
     return tuple(made)
@@ -72,7 +75,7 @@ class _Stream:
 
 def _divided(
     graph: ModelGraph, lookup: Lookup, region: Region, groups: Sequence[AxisGroup], cuts: Sequence[Cut], degree: int,
-    training: bool,
+    training: bool, stages: Sequence[Sequence[str]] = (),
 ) -> tuple[list[Cut], str]:  # fmt: skip
     """The cuts of one region with its tokens divided, then those of the tokens; or none, and why that can't be.
 
@@ -85,8 +88,8 @@ def _divided(
             graph=graph, lookup=lookup, region=region, groups=groups, walk=walk, stream=stream, degree=degree,
             training=training, attends=not cuts, merges=merges,
         )  # fmt: skip
-        chains = _chains(graph, lookup, region, stream)
-        if zone.follow() and (not cuts or len(chains) < len(region.paths)):
+        chains = _chains(graph, lookup, region, stream, stages)
+        if zone.follow() and (not cuts or stages or len(chains) < len(region.paths)):
             try:
                 return _cuts(zone, cuts, chains), ""
             except Unplaceable as error:
@@ -324,8 +327,10 @@ class _Zone:
         return found
 
 
-def _chains(graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream) -> list[tuple[str, str]]:
-    """(first, last) block of each chain: what one makes, the next is given, and nobody else reads it."""
+def _chains(
+    graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream, stages: Sequence[Sequence[str]]
+) -> list[tuple[str, str]]:
+    """(first, last) block of each chain: what one makes, the next of the same stage is given; nobody else reads it."""
     place_given = stream.call.inputs.index(stream.given)
     place_made = stream.call.outputs.index(stream.made)
     calls = {call.path: call for call in graph.calls if call.path in region.paths}
@@ -337,12 +342,17 @@ def _chains(graph: ModelGraph, lookup: Lookup, region: Region, stream: _Stream) 
         goes_on = value >= 0 and len(call.inputs) > place_given and call.inputs[place_given] == value
         read = lookup.readers.get(value, ())
         asked = any(one == value and not is_below(graph.calls[row].path, path) for one, row in graph.measured)
+        goes_on = goes_on and _stage_of(path, stages) == _stage_of(chains[-1][0], stages)
         if goes_on and not asked and all(call.begin <= op < call.end for op in read) and value not in graph.outputs:
             chains[-1].append(path)
         else:
             chains.append([path])
         before = call
     return [(chain[0], chain[-1]) for chain in chains]
+
+
+def _stage_of(path: str, stages: Sequence[Sequence[str]]) -> int:
+    return next((number for number, paths in enumerate(stages) if any(is_below(path, one) for one in paths)), -1)
 
 
 def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -> list[Cut]:

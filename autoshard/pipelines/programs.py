@@ -21,6 +21,8 @@ from autoshard.capture.graph import HOST, UNKNOWN, Op
 from autoshard.errors import ApplyError
 from autoshard.nested import join_leaves, leaves_in, tensor_at
 from autoshard.pipelines.steps import RecordedCall, StageStep, item_nodes, step_of
+from autoshard.runtime.cuts import cut_record
+from autoshard.runtime.results import parts_of_tokens
 
 _ALIAS = torch.ops.aten.alias.default
 
@@ -130,6 +132,8 @@ class _Writer:
     def __init__(self, found: RecordedCall, model: nn.Module, device: torch.device) -> None:
         self.found, self.device = found, device
         self.modules = dict(model.named_modules(remove_duplicate=False))
+        record = cut_record(model)
+        self.parts = parts_of_tokens(record.cuts) if record is not None else {}
 
     def instruction(self, step: StageStep) -> Instruction:
         """Carry out a step with gradients and autocast as they were when it was recorded."""
@@ -180,7 +184,7 @@ class _Writer:
         blank = {
             value: torch.empty((), dtype=row.dtype, device=self.device).expand(row.shape) for value, row in rows.items()
         }
-        take = _Taker(self.found, call, step.makes)
+        take = _Taker(self.found, call, step.makes, self.parts.get(call.path))
 
         def run(values: dict[int, Any]) -> None:
             args, kwargs = fill_refs((call.args, call.kwargs), values | blank)
@@ -283,19 +287,26 @@ def same_value(before: Any, now: Any) -> bool:
 
 
 class _Taker:
-    """Takes the tensors that a call made out of what it returned, and checks that they are as when it was recorded."""
+    """Takes the tensors that a call made out of what it returned, and checks that they are as when it was recorded.
 
-    def __init__(self, found: RecordedCall, call: LoggedCall, makes: tuple[int, ...]) -> None:
+    `part`: the path of one of which a rank may give some tokens, their dimension, and of how many ranks.
+    """
+
+    def __init__(
+        self, found: RecordedCall, call: LoggedCall, makes: tuple[int, ...], part: tuple[str, int, int] | None
+    ) -> None:
         paths = {leaf.value: path for path, leaf in reversed([*leaves_in(call.output)]) if isinstance(leaf, Ref)}
         rows = [(value, found.graph.values[value]) for value in makes]
         self.wanted = [(paths[value], torch.Size(row.shape), row.dtype) for value, row in rows]
+        self.part = part
         self.where = call.path or getattr(call.function, "__name__", "")
 
     def __call__(self, output: Any) -> list[torch.Tensor]:
         found = []
         for path, shape, dtype in self.wanted:
             tensor = tensor_at(output, path)
-            if tensor is None or tensor.shape != shape or tensor.dtype != dtype:
+            shapes = shape, self._of_rank(path, shape)
+            if tensor is None or tensor.shape not in shapes or tensor.dtype != dtype:
                 given = "no tensor" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
                 raise ApplyError(
                     f"{self.where} returned {given} and {list(shape)} of {dtype} when its stage was made: what it does "
@@ -303,3 +314,10 @@ class _Taker:
                 )
             found.append(tensor)
         return found
+
+    def _of_rank(self, path: str, shape: torch.Size) -> torch.Size:
+        """The shape of what a rank gives, where that is some tokens."""
+        if self.part is None or self.part[0] != path:
+            return shape
+        _, dim, ranks = self.part
+        return torch.Size((*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]))

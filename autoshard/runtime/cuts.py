@@ -104,7 +104,7 @@ def apply_cuts(
             if isinstance(ranks, LocalRanks):
                 ready.record.caches = empty_caches(model)
             set_scales(model, ready.scales, ranks.rank or 0, ready.record.scales)
-            _install(model, ready, results)
+            _install(model, ready, results, staged=bool(absent))
     except BaseException:
         _undo(model, ready.record, log)
         raise
@@ -241,7 +241,7 @@ def _find_steps(model: nn.Module, cuts: Sequence[Cut], ranks: Ranks) -> tuple[di
     return steps, memos
 
 
-def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> None:
+def _install(model: nn.Module, ready: _Ready, results: Sequence[Results], *, staged: bool) -> None:
     modules = dict(model.named_modules(remove_duplicate=False))
     handles = ready.record.handles
     for path, steps in ready.steps.items():
@@ -255,7 +255,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results]) -> Non
     for path in _may_meet_nested(ready):
         handles.append(modules[path].register_forward_pre_hook(refuse_nested, prepend=True))
     handles += watch_draws(model, ready.record.cuts, ready.record.ranks)
-    handles += watch_results(model, ready.record.cuts, results, ready.record.ranks)
+    handles += watch_results(model, ready.record.cuts, results, ready.record.ranks, staged=staged)
     arrive = Arrive(ready.record, _find_parts(modules, ready.record))
     handles.append(model.register_forward_pre_hook(arrive, with_kwargs=True, prepend=True))
     own_samples = any(action.kind == "dispatch" for cut in ready.record.cuts for action in cut.actions)

@@ -28,8 +28,13 @@ from autoshard.runtime.rank_tensor import RankTensor
 _as_array = torch.Tensor.numpy  # another may stand there while a module of a pipeline is watched
 
 
-def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Results], ranks: Ranks) -> list[Any]:
-    """Look at what blocks and the root give; returns handles. Raises `PlanError` for modules that the model lacks."""
+def watch_results(
+    model: nn.Module, cuts: Sequence[Cut], results: Sequence[Results], ranks: Ranks, *, staged: bool = False
+) -> list[Any]:
+    """Look at what blocks and the root give; returns handles. Raises `PlanError` for modules that the model lacks.
+
+    `staged`: a schedule calls the layers of a stage, and nobody else can.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in (path for row in results for path in row.modules if path not in modules):
         raise PlanError(f"the plan knows what {path!r} gives, which this {type(model).__name__} does not have.")
@@ -44,7 +49,7 @@ def watch_results(model: nn.Module, cuts: Sequence[Cut], results: Sequence[Resul
                 handles.append(modules[path].register_forward_hook(partial(_refuse_alone, path, running, False)))
     if any(row.parts for row in results):
         handles += _follow([model], running)
-    divided = _with_divided_tokens(cuts)
+    divided = [] if staged else _with_divided_tokens(cuts)
     around: set[int] = set()
     handles += [modules[path].register_forward_hook(partial(_refuse_alone, path, around, True)) for path in divided]
     outer = sorted({up for path in divided for up in above(path)})
@@ -62,6 +67,17 @@ def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
         if kinds & {"scatter", "context", "spread_tokens"}:
             found |= set(cut.blocks)
     return sorted(found - {""} - (ends["divide"] & ends["join"]))
+
+
+def parts_of_tokens(cuts: Sequence[Cut]) -> dict[str, tuple[str, int, int]]:
+    """Blocks that give each rank some tokens while gradients are enabled: where, along which dimension, of how many."""
+    joins = {cut.blocks[0]: one for cut in cuts for one in cut.actions if one.kind == "join" and len(cut.actions) == 1}
+    found: dict[str, tuple[str, int, int]] = {}
+    for cut in cuts:
+        join = next((joins[block] for block in cut.blocks if block in joins), None)
+        if join is not None and any(action.kind == "scatter" for action in cut.actions):
+            found.update((block, (join.argument, join.dim, cut.degree)) for block in cut.blocks if block not in joins)
+    return found
 
 
 def _follow(modules: Sequence[nn.Module], running: set[int]) -> list[Any]:

@@ -196,8 +196,8 @@ def completed(model: nn.Module, plan: Plan, inputs: Any, *, assume_independent_r
         assert plan.mesh is not None
         found = plan_measured(
             model, inputs, profile_model(model, inputs, plan.workload), cluster_for(launched.of_first_replica(plan)),
-            strategy="column-parallel", objective="memory", inside_blocks=plan.mesh.pp > 1,
-            divides_tokens=plan.workload.training and plan.sequence_parallel and plan.mesh.pp == 1,
+            strategy="column-parallel", objective="memory", stages=[stage.paths for stage in plan.stages],
+            divides_tokens=plan.workload.training and plan.sequence_parallel,
         )  # fmt: skip
         plan = launched.with_cuts(plan, found)
     if launched.answers_in_stages(plan):

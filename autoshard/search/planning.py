@@ -349,8 +349,8 @@ def cut(request: Request, asked: bool = False) -> Plan:
         )
         cuts = plan.cuts
         if divides:
-            cuts = divide_tokens(request.composite, found, cuts)
-        if processes and profile.workload.training and not request.inside_blocks:
+            cuts = divide_tokens(request.composite, found, cuts, request.stages)
+        if processes and profile.workload.training and not request.stages:
             cuts = spread_logits(request.composite, found, cuts)
         return dataclasses.replace(plan, cuts=cuts)
 

@@ -1,7 +1,7 @@
 """What planning in one process is asked for, and what is known of the model: what several strategies need, once."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,7 @@ class Request:
         tp_plan: what to cut, as Transformers writes it; None: what pays.
         assume_independent_rows: take the user's word that rows of the batch don't mix.
         processes: how many of torch.distributed run, 0 if all devices are used from one.
-        inside_blocks: cut only what lies inside of a block, so that each block may be in a stage of its own.
+        stages: paths of modules in each stage of a pipeline: only what lies inside of a block is cut then.
         divides_tokens: between cuts, divide tokens over the ranks where that is sound.
     """
 
@@ -49,7 +49,7 @@ class Request:
     tp_plan: Mapping[str, str] | None = None
     assume_independent_rows: bool = False
     processes: int = field(default_factory=count_processes)
-    inside_blocks: bool = False
+    stages: Sequence[Sequence[str]] = ()
     divides_tokens: bool = False
 
     @property
@@ -133,7 +133,7 @@ class Request:
 
         forward = dataclasses.replace(self.profile.workload, mode="inference", new_tokens=0)
         check = check_cuts(self.model, self._given, forward, self.composite, self.groups)
-        return _inside_blocks(check) if self.inside_blocks else check
+        return _inside_blocks(check) if self.stages else check
 
 
 def _inside_blocks(check: "CheckCuts") -> "CheckCuts":

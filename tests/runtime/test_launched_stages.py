@@ -19,6 +19,7 @@ from autoshard.nested import tensors_in
 from autoshard.plan import Plan
 from autoshard.plan.workload import Workload
 from autoshard.runtime import sharded
+from autoshard.runtime.cuts import cut_record
 from autoshard.runtime.dtensors import own_part
 from autoshard.search.limits import parse_mesh
 from tests.models import by_name
@@ -168,6 +169,8 @@ def trained(name, plan):
     plan = Plan.from_json(plan) if isinstance(plan, str) else plan
     expected = alone(name)
     model, step = staged(name, plan)
+    record = cut_record(model)
+    kinds = {action.kind for cut in record.cuts for action in cut.actions} if record is not None else set()
     kept = sum(own_part(one).numel() for one in model.parameters() if not one.is_meta)
     losses, norms, gradients = train(model, step, autoshard.clip_grad_norm_)
     state = model.state_dict()  # with what other stages have
@@ -185,6 +188,7 @@ def trained(name, plan):
         "norms": relative(norms, expected[1]),
         "values": largest_error(values, expected[3]), "names": set(gradients), "wanted": set(expected[2]),
         "losses": losses, "expected": expected[0], "kept": kept / sum(one.numel() for one in model.parameters()),
+        "divides tokens": "scatter" in kinds,
     }  # fmt: skip
 
 
@@ -201,12 +205,15 @@ CASES = {
     "llama": ("llama", "fsdp=2,tp=2,pp=2", {}),
     "t5": ("t5", "fsdp=2,pp=2", {}),  # the embedding is the head, too
     "mixtral": ("mixtral", "fsdp=2,pp=2", {}),  # with experts that nobody asks
+    "cut llama": ("llama", "pp=2,tp=2", {}),
     "cut mixtral": ("mixtral", "pp=2,tp=2", {}),
     "cut bloom": ("bloom", "pp=2,tp=2", {}),  # calls an autograd function of its own
     "cut gemma2": ("gemma2", "pp=2,tp=2", {}),
     "cut and tied": ("tied", "pp=2,tp=2", {}),
 }
-QUICK = ("stages", "sharded stages", "cut stages")
+DIVIDING = ("cut llama", "llama", "cut gemma2")
+"""Cases in which ranks that share matrices divide tokens between them within a stage."""
+QUICK = ("stages", "sharded stages", "cut stages", "cut llama")
 
 
 def marks(name):
@@ -219,7 +226,7 @@ def jobs_of(case):
     text = plan_for(name, mesh, **wishes)
     assert Plan.from_json(text).num_microbatches > 1
     jobs = {(case, "trained"): (trained, name, text if mesh == "pp=2" else completed(text, *build(name)[:2]))}
-    if case in QUICK and case != "cut stages" and SHARDS_REPLICAS:
+    if case in ("stages", "sharded stages") and SHARDS_REPLICAS:
         mixing = completed(plan_for("decoder", mesh, precision="mixed"), *build("decoder")[:2])
         jobs[case, "mixed"] = mixed, "decoder", mixing
     if case == "stages":
@@ -252,6 +259,7 @@ def test_stages_are_trained_as_one_process(case):
         found, (error, stored) = rank[case, "trained"], rank.get((case, "mixed"), (0.0, {torch.float32}))
         assert found["gradients"] < 1e-5 and found["norms"] < 1e-5 and found["values"] < 5e-5, found
         assert found["kept"] < 1.5 / degrees.get("fsdp", 1) / degrees["pp"]
+        assert found["divides tokens"] == (case in DIVIDING)
         assert error < 1e-3 and stored == {torch.float32}
         every.append(found)
     assert every[0]["wanted"] <= {one for found in every for one in found["names"]}
