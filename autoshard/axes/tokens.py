@@ -20,14 +20,14 @@ from itertools import product
 from autoshard.axes.axis import Factor, factors_of, resolve
 from autoshard.axes.communication import CommunicationPoints, Lookup, Unplaceable
 from autoshard.axes.given import plain
-from autoshard.axes.groups import AxisGroup, AxisGroups, group_of
+from autoshard.axes.groups import AxisGroup, AxisGroups, find_groups, group_of
 from autoshard.axes.losses import divide_losses
 from autoshard.axes.regions import OUTSIDE, Region, element_of, find_regions
 from autoshard.axes.walk import AxisWalk, walk_over
 from autoshard.capture.graph import Call, ModelGraph, name_of
 from autoshard.common.module_paths import is_below, relative
 from autoshard.errors import PlanError
-from autoshard.plan.sharding import ATTENTION, Action, Cut, Results, result_of
+from autoshard.plan.sharding import ATTENTION, Action, Cut, Results, even_shares, result_of
 
 _SHAPING = frozenset({"view", "reshape", "_unsafe_view", "expand", "zeros", "ones", "empty", "new_zeros", ATTENTION})
 """Ops that may be given sizes: what they make has these. Of attention, whether it is causal is written as a mask."""
@@ -60,6 +60,23 @@ def divide_tokens(
         instead = dict(zip(own, changed, strict=False))
         made = [instead.get(cut, cut) for cut in made] + changed[len(own) :]
     return tuple(made)
+
+
+def can_divide_tokens(graph: ModelGraph, degree: int) -> bool:
+    """Whether so many ranks that share the matrices of blocks may divide tokens between them in training.
+
+    `graph`: captured with `composite=True`.
+    """
+    found, cuts = find_groups(graph), []
+    for region in found.regions:
+        taken: set[str] = set()
+        for group in found.groups:
+            names = {shard.name for shard in group.shards}
+            if group.blocks == region.paths and group.size % degree == 0 and taken.isdisjoint(names):
+                cuts.append(group.as_cut(even_shares(group.size, degree)))
+                taken |= names
+    kinds = (action.kind for cut in divide_tokens(graph, found, cuts) for action in cut.actions)
+    return "scatter" in kinds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

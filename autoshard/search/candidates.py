@@ -72,6 +72,7 @@ def step_recipes(
             recipe = on_mesh(
                 mesh, micro_batch=micro, num_microbatches=count, schedule=schedule, stages_per_rank=per_rank,
                 precision=precision, stack=stack, divided_outputs=given.divided_outputs,
+                sequence_parallel=limits.divides_tokens,
             )  # fmt: skip
             modes = [given.recompute] if given.recompute else get_args(Recompute)
             yield [replace(recipe, recompute=cast(Any, mode)) for mode in modes]

@@ -25,6 +25,7 @@ class Limits:
         layers: that can be divided over stages; experts: of a layer, 0 for none.
         tensor: degrees of tensor parallelism; slices: by the path of layers, how many slices ranks share; widest: how
             many devices share them at most.
+        divides_tokens: ranks that share matrices may divide the tokens between them.
         why_not: what stands against dividing the batch, "" for nothing; why_not_staged: number of stages -> what stands
             against answers in so many.
     """
@@ -37,6 +38,7 @@ class Limits:
     attention: bool
     slices: Mapping[str, int] = field(default_factory=dict)
     widest: int = 1
+    divides_tokens: bool = True
     why_not: str = ""
     why_not_staged: Mapping[int, str] = field(default_factory=dict)
 

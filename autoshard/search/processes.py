@@ -11,7 +11,9 @@ from typing import Any, cast
 
 import torch
 
+from autoshard.axes.tokens import can_divide_tokens
 from autoshard.capture.graph import ModelGraph
+from autoshard.capture.latest import Latest
 from autoshard.check.stages import check_apart
 from autoshard.cluster.cluster import Cluster, plan_device
 from autoshard.cluster.device import Device
@@ -42,6 +44,7 @@ from autoshard.search.traced import Traced, trace
 from autoshard.strategies.paths import collapse
 from autoshard.strategies.refusal import pairs_of_tokens
 
+_DIVIDES_TOKENS = Latest[bool]()
 WORTH_SAYING = 0.95
 """What takes a larger part of the time is not offered as faster."""
 STRATEGY_AXES: dict[str, tuple[str, ...]] = {
@@ -85,6 +88,10 @@ def make_task(traced: Traced, cluster: Cluster, asked: Asked) -> SearchTask:
     together = _why_not_staged(traced, cluster) if traced.workload.generates else {}
     why_not = asked.why_undivided or ""
     limits = limits_of(traced.work, traced.samples, widest=widest, why_not=why_not, why_not_staged=together)
+    ranks = next((degree for degree in limits.tensor if degree > 1), 1)
+    if training and ranks > 1:
+        divides = _DIVIDES_TOKENS.of(traced.graph, ranks, lambda: can_divide_tokens(traced.graph, ranks))
+        limits = replace(limits, divides_tokens=divides)
     check_given(given, limits, topology.devices, training=training)
     return SearchTask(
         work=traced.work, card=card, topology=topology, limits=limits, given=given, precision=precision,
@@ -204,6 +211,7 @@ def write_plan(traced: Traced, cluster: Cluster, asked: Asked, recipe: Recipe) -
         precision=name,
         compiled=is_compiled(asked, traced.workload),
         divided_outputs=recipe.divided_outputs,
+        sequence_parallel=recipe.sequence_parallel,
     )
 
 
@@ -347,4 +355,5 @@ def recipe_of(plan: Plan) -> Recipe:
         stack=cast(Stack, "compiled" if plan.compiled else "eager"),
         precision=precision,
         divided_outputs=plan.divided_outputs,
+        sequence_parallel=plan.sequence_parallel,
     )

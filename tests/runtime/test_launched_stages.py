@@ -205,15 +205,14 @@ CASES = {
     "llama": ("llama", "fsdp=2,tp=2,pp=2", {}),
     "t5": ("t5", "fsdp=2,pp=2", {}),  # the embedding is the head, too
     "mixtral": ("mixtral", "fsdp=2,pp=2", {}),  # with experts that nobody asks
-    "cut llama": ("llama", "pp=2,tp=2", {}),
     "cut mixtral": ("mixtral", "pp=2,tp=2", {}),
     "cut bloom": ("bloom", "pp=2,tp=2", {}),  # calls an autograd function of its own
     "cut gemma2": ("gemma2", "pp=2,tp=2", {}),
     "cut and tied": ("tied", "pp=2,tp=2", {}),
 }
-DIVIDING = ("cut llama", "llama", "cut gemma2")
+DIVIDING = ("cut stages", "replicas of cut stages", "sharded cut stages", "llama", "cut gemma2", "cut and tied")
 """Cases in which ranks that share matrices divide tokens between them within a stage."""
-QUICK = ("stages", "sharded stages", "cut stages", "cut llama")
+QUICK = ("stages", "sharded stages", "cut stages")
 
 
 def marks(name):

@@ -19,14 +19,10 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        batch, length, width = x.shape
         normed = self.norm(x)
-        q, k, v = (
-            one(normed).view(batch, length, self.heads, width // self.heads).transpose(1, 2)
-            for one in (self.q, self.k, self.v)
-        )
+        q, k, v = (one(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for one in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.o(mixed.transpose(1, 2).reshape(batch, length, width))
+        x = x + self.o(mixed.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 

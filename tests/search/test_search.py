@@ -26,6 +26,7 @@ from autoshard.search.limits import Asked, Limits, check_given, parse_mesh
 from autoshard.search.processes import make_task, plan_processes, recipe_of
 from autoshard.search.reasons import remedy, take_less
 from autoshard.search.traced import trace, why_undivided
+from tests.models import by_name
 from tests.search.models import Decoder, Layer, traced
 
 
@@ -642,3 +643,18 @@ def test_experts_are_divided_among_replicas_only():
     with pytest.raises(SpecError, match="experts are divided among replicas: the 2 of dp, fsdp and cp"):
         Recipe(fsdp=2, tp=4, ep=4)
     check_given(Asked(mesh={"fsdp": 4, "tp": 2, "ep": 4}), limits, 8, training=True)
+
+
+@pytest.mark.parametrize(("name", "divides"), [("llama", True), ("gpt2", False)])
+def test_tokens_that_ranks_can_not_divide_are_counted_whole(name, divides):
+    """Layers of the second ask how long their input is."""
+    case, asked = by_name(name), Workload(mode="training", batch_size=2)
+    model, inputs = case.model().train(), case.example()
+    plan = autoshard.plan(model, "2xA100-80GB", inputs=inputs, workload=asked, launch="processes", mesh="tp=2")
+    assert plan.sequence_parallel == divides
+    profile = autoshard.profile(model, inputs, workload=asked)
+    peaks = [
+        autoshard.estimate(replace(plan, sequence_parallel=divided), profile).devices[0].activation_bytes
+        for divided in (True, False)
+    ]
+    assert peaks[0] < peaks[1]
