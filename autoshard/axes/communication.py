@@ -7,7 +7,7 @@ without the rest; but what enters a block does so at the largest, since a block 
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autoshard.axes.axis import Factor, describe, factors_of
@@ -323,6 +323,14 @@ class CommunicationPoints:
         if site is None:
             raise Unplaceable(f"{self.where(op)} is in no call that can be found again")
         return self._at(site, kind, "", 0, axis)
+
+    def dropping_at(self, op: int, divided: Mapping[int, int], axis: str) -> Action:
+        """The action at a dropout of a value whose tokens are divided along a dimension: `divided`, by value."""
+        (value,) = self.graph.ops[op].inputs
+        action = self.call_at("dropout_tokens", op, axis)
+        if action.function not in DROPOUTS:
+            raise Unplaceable(f"{self.where(op)} draws random numbers for some of the tokens")
+        return replace(action, dim=divided[value], dims=len(self.graph.values[value].shape))
 
     def _relative(self, path: str) -> str:
         return relative(path, self.region.path)

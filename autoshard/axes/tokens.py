@@ -186,7 +186,7 @@ class _Zone:
         entering: by kind of action, values on which ops need it, with those ops. collect: divided ones that ops on a
             rank's columns read; whole: divided ones that ops read which do not work on each token by itself; copy_to:
             whole ones without tokens that divided tokens meet; divide: whole ones with tokens, beside divided ones.
-        scattered: ops that sum over ranks, whose results are divided.
+        scattered: ops that sum over ranks, whose results are divided; dropped: those that drop divided elements.
         merges: such are followed, which can't be put together for an op that needs all tokens.
         attends, attended: attention of queries here to keys and values of all ranks is followed; ops that are such.
         summed: whole parameters that divided tokens meet.
@@ -207,6 +207,7 @@ class _Zone:
     merged: set[int] = field(default_factory=set)
     entering: dict[str, dict[int, list[int]]] = field(default_factory=lambda: {kind: {} for kind in _ENTERING})
     scattered: set[int] = field(default_factory=set)
+    dropped: list[int] = field(default_factory=list)
     summed: dict[int, str] = field(default_factory=dict)
 
     def follow(self) -> bool:
@@ -230,8 +231,10 @@ class _Zone:
             if self.attends and name_of(op) == ATTENTION and self._attends(index):
                 carried.add(index)
                 continue
-            if index not in partial and ours and index not in mixing and self._carries_on(index):
+            drops = not self.attends and index in mixing and name_of(op) == "dropout"
+            if index not in partial and ours and (drops or index not in mixing) and self._carries_on(index):
                 carried.add(index)
+                self.dropped += [index] * drops
                 continue
             if ours and (op.mutates or not self.merged.isdisjoint(ours)):
                 return False
@@ -395,6 +398,7 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
             raise Unplaceable("a block hands on what it is given")
     places = CommunicationPoints(zone.lookup, region, zone.groups[0].walk if zone.groups else zone.walk, frozenset())
     actions += [places.call_at("context", index, axis) for index in zone.attended]
+    actions += [places.dropping_at(index, zone.divided, axis) for index in zone.dropped]
     for kind, values in zone.entering.items():
         for value, readers in values.items():
             dim = zone.place(value) if kind == "divide" else zone.divided.get(value, 0)

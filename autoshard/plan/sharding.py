@@ -18,7 +18,8 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "copy_to", "slice", "gather", "lookup", "dropout", "copy_from", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss", "loss_in_parts", "spread_tokens"
+    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss", "loss_in_parts", "spread_tokens",
+    "dropout_tokens",
 ]  # fmt: skip
 
 LONGEST_DIMENSION = 2**27
@@ -79,6 +80,7 @@ class Action:
                                 `axis`; what the module gives of them is put together
     loss_in_parts  the call     as loss, but what the module gives of them stays a DTensor
     spread_tokens  result       as join; but while a loss is awaited, and of one sample, as spread
+    dropout_tokens  the call    as dropout, of this rank's part of the tokens along dimension `dim`
     length    an integer        how long an `axis` is, which code has read from a whole tensor: as long as it is here.
                                 At every call: one of `dim` sizes that do not fit together (see `runtime.lengths`)
     """

@@ -30,6 +30,7 @@ ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide")
 """Kinds of actions on what a call is given."""
 _SIZED = (
     "slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", *LOSSES, "spread_tokens",
+    "dropout_tokens",
 )  # fmt: skip
 """Kinds of actions that say an axis, besides those along tokens."""
 _SINGLE = {
@@ -133,11 +134,11 @@ def check(action: Action, where: str) -> None:
     problem = ""
     if action.kind in (*_SIZED, *ALONG) and not action.axis:
         problem = "says no axis"
-    elif action.kind in ("lookup", "dropout", "length", *LOSSES) and not action.function:
+    elif action.kind in ("lookup", "dropout", "dropout_tokens", "length", *LOSSES) and not action.function:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"
-    elif action.kind == "dropout" and action.function not in (*DROPOUTS, ATTENTION):
+    elif action.kind in ("dropout", "dropout_tokens") and action.function not in (*DROPOUTS, ATTENTION):
         problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))}, {ATTENTION} can be drawn in parts"
     elif action.addend and (action.kind not in ("reduce", "scatter") or not action.function):
         problem = "has an addend without being the sum of a function's results"

@@ -296,7 +296,7 @@ class Step:
         """Act on one call of a torch function. Only the call itself is seen by the modes around this one."""
         if self.action.kind == "lookup":
             return self._lookup(call, args, kwargs)
-        if self.action.kind == "dropout":
+        if self.action.kind == "dropout" or (self.action.kind == "dropout_tokens" and self._divides):
             return self._dropout(call, args, kwargs)
         if self.action.kind in LOSSES:
             assert self.axis is not None
@@ -386,13 +386,14 @@ class Step:
         given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
         if not given.get("training", given.get("train", True)):
             return call(*args, **kwargs)
-        tensor = given["input"]
+        tensor, dim = given["input"], self.action.dim
         with torch_private.no_overrides():
-            axis = self._axis_of(tensor)
-            whole = _ones_like(tensor, self.action.dim, axis.where.size)
+            axis = self._axis_of(tensor) if self.action.kind == "dropout" else None
+            size = axis.where.size if axis is not None else tensor.shape[dim] * self.ranks.size
+            whole = _ones_like(tensor, dim, size)
         mask = call(whole, given.get("p", 0.5), True)
         with torch_private.no_overrides():
-            mask = axis.own_part(mask, self.action.dim)
+            mask = axis.own_part(mask, dim) if axis is not None else along(mask, self.ranks, dim, "divide")
             return tensor.mul_(mask) if given.get("inplace") else tensor * mask
 
     def _dropped_attention(self, call: Callable[..., Any], given: dict[str, Any]) -> torch.Tensor:

@@ -164,7 +164,7 @@ EXPECTED = {
     Block: (2, 2, 1, 0, 1),
     NormsBehind: (2, 2, 1, 0, 1),
     Mixing: (2, 2, 2, 1, 1),
-    Dropping: (2, 2, 2, 1, 1),
+    Dropping: (2, 2, 1, 0, 1),
     Flat: (1, 1, 2, 1, 1),
     Counting: (0, 0, 0, 0, 0),
     Apart: (0, 0, 0, 0, 0),
