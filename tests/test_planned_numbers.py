@@ -1,6 +1,7 @@
 """At plan time a small model is run whole and as planned: faults of the static finding are seen before they matter."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -104,14 +105,12 @@ def test_rounding_that_a_model_amplifies_convicts_nothing(factor, dtype, monkeyp
     """A fault is as large in float64."""
     torch.manual_seed(0)
     model, x = Amplified().to(dtype), torch.randn(4, 16, dtype=dtype)
-    applied = planned._applied
-    monkeypatch.setattr(planned, "_applied", lambda copy, *args: _times(applied(copy, *args), factor))
-    asked = {"inputs": x, "strategy": "column-parallel", "objective": "memory"}
+    make = _planning(model, x, factor, monkeypatch)
     if factor != 1:
         with pytest.raises(autoshard.PlanError, match="does not compute the same in parts"):
-            autoshard.plan(model, "2x1MiB", **asked)
+            make("2x1MiB")
     else:
-        assert autoshard.plan(model, "2x1MiB", **asked).cuts
+        assert make("2x1MiB").cuts
 
 
 class Lowered(nn.Module):
@@ -130,19 +129,24 @@ def test_a_step_in_single_precision_rounds_as_such(factor, monkeypatch):
     """A fault of one percent is a fault there, too."""
     torch.manual_seed(0)
     model, x = Lowered(), torch.randn(4, 16, dtype=torch.float64)
-    applied = planned._applied
-    monkeypatch.setattr(planned, "_applied", lambda copy, *args: _times(applied(copy, *args), factor))
-    asked = {"inputs": x, "strategy": "column-parallel", "objective": "memory"}
+    make = _planning(model, x, factor, monkeypatch)
     if factor != 1:
         with pytest.raises(autoshard.PlanError, match="does not compute the same in parts"):
-            autoshard.plan(model, "2x1MiB", **asked)
+            make("2x1MiB")
         return
     with autoshard.simulate("2x1MiB") as devices, torch.no_grad():
         expected = model(x)
-        plan = autoshard.plan(model, devices, **asked)
+        plan = make(devices)
         found = autoshard.apply(model, plan)(x)
     assert plan.cuts and 1e-10 < (found - expected).abs().max() < 1e-6
     assert autoshard.verify(Lowered(), plan, inputs=x, training=False).ok
+
+
+def _planning(model: nn.Module, x: torch.Tensor, factor: float, monkeypatch: pytest.MonkeyPatch):
+    """What plans for some devices, where ranks give so many times what they should."""
+    applied = planned._applied
+    monkeypatch.setattr(planned, "_applied", lambda copy, *args: _times(applied(copy, *args), factor))
+    return partial(autoshard.plan, model, inputs=x, strategy="column-parallel", objective="memory")
 
 
 def _times(model: nn.Module, factor: float) -> nn.Module:

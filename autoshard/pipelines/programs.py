@@ -297,27 +297,26 @@ class _Taker:
     ) -> None:
         paths = {leaf.value: path for path, leaf in reversed([*leaves_in(call.output)]) if isinstance(leaf, Ref)}
         rows = [(value, found.graph.values[value]) for value in makes]
-        self.wanted = [(paths[value], torch.Size(row.shape), row.dtype) for value, row in rows]
-        self.part = part
+        self.wanted = [(paths[value], _shapes(paths[value], row.shape, part), row.dtype) for value, row in rows]
         self.where = call.path or getattr(call.function, "__name__", "")
 
     def __call__(self, output: Any) -> list[torch.Tensor]:
         found = []
-        for path, shape, dtype in self.wanted:
+        for path, shapes, dtype in self.wanted:
             tensor = tensor_at(output, path)
-            shapes = shape, self._of_rank(path, shape)
             if tensor is None or tensor.shape not in shapes or tensor.dtype != dtype:
                 given = "no tensor" if tensor is None else f"{list(tensor.shape)} of {tensor.dtype}"
                 raise ApplyError(
-                    f"{self.where} returned {given} and {list(shape)} of {dtype} when its stage was made: what it does "
-                    "depends on values. It can't be run in stages; use a plan without a pipeline."
+                    f"{self.where} returned {given} and {list(shapes[0])} of {dtype} when its stage was made: what it "
+                    "does depends on values. It can't be run in stages; use a plan without a pipeline."
                 )
             found.append(tensor)
         return found
 
-    def _of_rank(self, path: str, shape: torch.Size) -> torch.Size:
-        """The shape of what a rank gives, where that is some tokens."""
-        if self.part is None or self.part[0] != path:
-            return shape
-        _, dim, ranks = self.part
-        return torch.Size((*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :]))
+
+def _shapes(path: str, shape: tuple[int, ...], part: tuple[str, int, int] | None) -> tuple[tuple[int, ...], ...]:
+    """The shapes that a tensor may have: the recorded one and, where a rank may give some tokens, that of those."""
+    if part is None or part[0] != path:
+        return (shape,)
+    _, dim, ranks = part
+    return shape, (*shape[:dim], shape[dim] // ranks, *shape[dim + 1 :])

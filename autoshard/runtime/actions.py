@@ -33,6 +33,8 @@ _SIZED = (
     "dropout_tokens",
 )  # fmt: skip
 """Kinds of actions that say an axis, besides those along tokens."""
+_DRAWN = {"dropout": {*DROPOUTS, ATTENTION}, "dropout_tokens": DROPOUTS}
+"""Kinds of actions that draw masks -> functions at which they may be."""
 _SINGLE = {
     nn.Linear: "linear", nn.Conv1d: "conv1d", nn.Conv2d: "conv2d", nn.Conv3d: "conv3d",
     nn.ConvTranspose1d: "conv_transpose1d", nn.ConvTranspose2d: "conv_transpose2d",
@@ -138,8 +140,8 @@ def check(action: Action, where: str) -> None:
         problem = "names no function"
     elif action.kind == "lookup" and action.function != "embedding":
         problem = f"is at {action.function!r}; only embedding can look up in a cut table"
-    elif action.kind in ("dropout", "dropout_tokens") and action.function not in (*DROPOUTS, ATTENTION):
-        problem = f"is at {action.function!r}; only {', '.join(sorted(DROPOUTS))}, {ATTENTION} can be drawn in parts"
+    elif action.kind in _DRAWN and action.function not in _DRAWN[action.kind]:
+        problem = f"is at {action.function!r}; only {', '.join(sorted(_DRAWN[action.kind]))} can be drawn in parts"
     elif action.addend and (action.kind not in ("reduce", "scatter") or not action.function):
         problem = "has an addend without being the sum of a function's results"
     elif action.gathered and action.kind not in ("reduce", "mean"):
