@@ -29,6 +29,7 @@ few small buffers, by four plain reads at a time. Printed are medians with quart
 max(computing, reading) of the same run.
 """
 
+import copy
 import mmap
 import multiprocessing
 import os
@@ -52,7 +53,6 @@ import transformers
 from common import decoder, device_map, print_header, print_row, run_command
 
 import autoshard
-from autoshard.plan import Plan
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.dispatch import apply_plan
 
@@ -108,8 +108,8 @@ def overhead(rounds: int = 200) -> None:
     torch.set_num_threads(1)
     small = partial(decoder, 64, LAYERS, 256, kv_heads=4)
     models = {name: small() for name in ("plain", "plain again", "one device", "two devices", "empty hooks")}
-    apply_plan(models["one device"], Plan.from_device_map({"": "cpu:0"}))
-    apply_plan(models["two devices"], Plan.from_device_map(TWO_DEVICES))
+    apply_plan(models["one device"], autoshard.Plan.from_device_map({"": "cpu:0"}))
+    apply_plan(models["two devices"], autoshard.Plan.from_device_map(TWO_DEVICES))
     for path in hooked(models["two devices"]):
         module = models["empty hooks"].get_submodule(path)
         module.register_forward_pre_hook(lambda module, args, kwargs: None, with_kwargs=True)
@@ -177,14 +177,13 @@ def rank_main(rank: int, folder: str, dtype: str, rounds: int) -> None:
     if hasattr(os, "sched_setaffinity"):  # with the threads of gloo, which are not made yet
         processors = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {processors[rank % len(processors)]})
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
     measure(build(folder, dtype), rounds)
     dist.destroy_process_group()
 
 
 def tensor_parallel(dtype: str = "float32", rounds: int = 15, hidden: list[int] = list(CUT_LAYERS)) -> None:  # noqa: B006
-    os.environ.setdefault("MASTER_PORT", str(20000 + os.getpid() % 20000))
     for size in hidden:
         layers = CUT_LAYERS.get(size, 1)
         print(f"hidden size {size:,}, {layers} layers, {dtype}", flush=True)
@@ -214,16 +213,12 @@ def saved_decoder(folder: Path, layers: int) -> Path:
     return folder
 
 
-def set_cache(folder: Path, *, cold: bool) -> None:
-    """Drop all files of a folder from the page cache, or read them into it."""
+def drop_cache(folder: Path) -> None:
+    """Drop all files of a folder from the page cache."""
     for file in folder.iterdir():
-        with open(file, "rb", buffering=0) as opened:
-            if cold:
-                os.fsync(opened.fileno())
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while opened.read(16 << 20):
-                    pass
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def run_once(way: str, folder: Path, small: Path) -> tuple[float, float, float]:
@@ -239,25 +234,17 @@ def run_once(way: str, folder: Path, small: Path) -> tuple[float, float, float]:
 
 def loading(layers: int = 22, rounds: int = 3, cold: bool = False, folder: Path = FOLDER) -> None:
     small, large = saved_decoder(folder, 1), saved_decoder(folder, layers)
+    prepare = partial(drop_cache, large) if cold else read_all(large)
     runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for number in range(rounds):
         for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:  # what the process before gave back is quicker to get
-            set_cache(large, cold=cold)
+            prepare()
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 runs[way].append(process.submit(run_once, way, large, small).result())
     print_header("cold" if cold else "warm", "seconds", "with use", "processor")
     for way, found in runs.items():
         columns = (sorted(column) for column in zip(*found, strict=True))
         print_row(way, *(f"{statistics.median(one):.2f} ({one[0]:.2f} to {one[-1]:.2f})" for one in columns))
-
-
-def accelerated(directory: Path, placed: dict[str, str], scratch: str) -> torch.nn.Module:
-    config = transformers.AutoConfig.from_pretrained(directory)
-    with accelerate.init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    return accelerate.load_checkpoint_and_dispatch(
-        model, str(directory), device_map=placed, offload_folder=scratch, dtype=torch.bfloat16
-    ).eval()
 
 
 def read_all(directory: Path) -> Callable[[], object]:
@@ -282,15 +269,15 @@ def read_all(directory: Path) -> Callable[[], object]:
 def offload(rounds: int = 9, layers: int = 22, tokens: int = 16, quick: bool = False, folder: Path = FOLDER) -> None:
     torch.set_num_threads(1)
     directory = saved_decoder(folder, layers)
-    set_cache(directory, cold=True)  # who has just written a file has it in memory in small pages
+    drop_cache(directory)  # who has just written a file has it in memory in small pages
     inputs = {"input_ids": torch.arange(tokens)[None], "use_cache": False}
     # in memory of its own: a file that is mapped anywhere stays in the page cache
     plain = load(directory, mapped=False)
     placed = device_map(["disk"] * layers, "cpu", "cpu")
-    models = {"autoshard disk": autoshard.load(directory, plan=Plan.from_device_map(placed), progress=False)}
+    models = {"autoshard disk": autoshard.load(directory, plan=autoshard.Plan.from_device_map(placed), progress=False)}
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         if not quick:
-            models["accelerate disk"] = accelerated(directory, placed, scratch)
+            models["accelerate disk"] = accelerate.dispatch_model(copy.deepcopy(plain), placed, offload_dir=scratch)
         for name, model in models.items():
             assert torch.equal(plain(**inputs).logits, model(**inputs).logits), f"{name}: other logits"
         read = read_all(directory)
@@ -303,8 +290,8 @@ def offload(rounds: int = 9, layers: int = 22, tokens: int = 16, quick: bool = F
             if name.endswith("warm"):
                 read()
             elif name.endswith("cold"):
-                set_cache(directory, cold=True)
-                set_cache(Path(scratch), cold=True)
+                drop_cache(directory)
+                drop_cache(Path(scratch))
 
         times = take_turns(cases, rounds, prepare)
     middle = {name: statistics.median(found) for name, found in times.items()}

@@ -38,7 +38,7 @@ from autoshard.engine.efficiency import efficiency_of
 from autoshard.engine.local import Attention, Product, Share, Volume
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import attention_seconds, card_of, product_seconds
-from autoshard.nested import map_tensors
+from autoshard.runtime.hooks import to_device
 
 PRODUCTS = ((8192, 4096, 4096), (8192, 14336, 4096), (2048, 4096, 4096), (512, 4096, 4096), (64, 4096, 14336),
             (1, 4096, 4096), (8192, 128256, 4096))  # fmt: skip
@@ -82,11 +82,9 @@ class Machine:
 
     def peak_bytes(self, run: Callable[[], object]) -> int:
         """The most bytes of tensors during the second of two runs: the first makes what stays."""
+        reset = torch.cuda.reset_peak_memory_stats if self.real else self.devices.reset_peak
         run()
-        if self.real:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            self.devices.reset_peak()
+        reset()
         run()
         return torch.cuda.max_memory_allocated() if self.real else self.devices.memory(self.home)[1]
 
@@ -124,11 +122,6 @@ def models(scale: int) -> dict[str, Callable[[], tuple[nn.Module, dict[str, Any]
     }
 
 
-def on_device(inputs: Any, device: str | torch.device) -> Any:
-    """The same inputs on a device."""
-    return map_tensors(inputs, lambda tensor: tensor.to(device))
-
-
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest difference over the largest number."""
     return float((found.cpu() - expected).abs().max() / expected.abs().max().clamp(min=1e-12))
@@ -163,13 +156,13 @@ def equal(machine: Machine) -> Iterator[Row]:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             model.save_pretrained(folder)
             expected = model.eval()(**inputs).logits
-            found = run(model, folder)(**on_device(inputs, home)).logits
+            found = run(model, folder)(**to_device(inputs, torch.device(home))).logits
             yield Row("equal", way, error=relative_error(found, expected))
     model, inputs = models(1)["decoder"]()
     inputs["labels"] = inputs["input_ids"]
     backward(model, inputs)
     gradients = {name: one.grad for name, one in model.named_parameters()}
-    backward(autoshard.apply(model, split), on_device(inputs, home))
+    backward(autoshard.apply(model, split), to_device(inputs, torch.device(home)))
     errors = (relative_error(one.grad, gradients[name]) for name, one in model.named_parameters())
     yield Row("equal", "trained on two devices", error=max(errors))
 
@@ -191,7 +184,7 @@ def memory(machine: Machine) -> Iterator[Row]:
                 device = autoshard.estimate(plan, profile).devices[0]
                 autoshard.apply(model, plan)
                 first = next(model.parameters()).device  # where the estimate has the inputs
-                measured = machine.peak_bytes(pass_of(model, on_device(inputs, first), mode))
+                measured = machine.peak_bytes(pass_of(model, to_device(inputs, first), mode))
                 autoshard.remove(model)
                 model.zero_grad(set_to_none=True)
                 gc.collect()

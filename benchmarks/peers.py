@@ -30,9 +30,9 @@ def equal(case: Case, model: torch.nn.Module) -> bool:
     return same(checks.forward(case.model(), case.example()), checks.forward(model, case.example()))
 
 
+@torch.no_grad()
 def exported(case: Case) -> torch.nn.Module:
-    with torch.no_grad():
-        return torch.export.export(case.model(), (), case.example(), strict=False).module()
+    return torch.export.export(case.model(), (), case.example(), strict=False).module()
 
 
 def autoshard_capture(case: Case) -> bool:

@@ -33,15 +33,9 @@ class Priced:
     """One row with its figure predicted."""
 
     row: Row
+    metric: str
     predicted: float
-
-    @property
-    def metric(self) -> str:
-        return self.row["metric"]
-
-    @property
-    def measured(self) -> float:
-        return float(self.row["value"])
+    measured: float
 
     @property
     def ratio(self) -> float:
@@ -54,14 +48,10 @@ def read_rows(file: Path) -> list[Row]:
         return list(csv.DictReader(lines))
 
 
-def group_of(row: Row) -> str:
-    """The model and cluster of a run: its recipes are fitted on together or not at all."""
-    return ",".join([family(row), *(row[name] for name in ("model", "hidden", "layers", "gpu", "gpus"))])
-
-
 def fitted_on(row: Row) -> bool:
-    """Whether a run is one that is fitted on: half of the groups of each source, by their names."""
-    return hashlib.sha256(group_of(row).encode()).digest()[0] % 2 == 0
+    """Whether a run is one that is fitted on: all recipes of one model on one cluster are, or none, by their names."""
+    group = ",".join([family(row), *(row[name] for name in ("model", "hidden", "layers", "gpu", "gpus"))])
+    return hashlib.sha256(group.encode()).digest()[0] % 2 == 0
 
 
 def price_rows(rows: Sequence[Row]) -> tuple[list[Priced], list[dict[str, str]]]:
@@ -74,28 +64,24 @@ def price_rows(rows: Sequence[Row]) -> tuple[list[Priced], list[dict[str, str]]]
             print(f"\r{index + 1}/{len(rows)}", end="", file=sys.stderr)
         try:
             serves = run_of(row) in serving or bool(ANSWERS.search(row["source"]))
-            priced.append(Priced(row=row, predicted=price(row, serves=serves)))
+            predicted, measured = price(row, serves=serves), float(row["value"])
+            priced.append(Priced(row=row, metric=row["metric"], predicted=predicted, measured=measured))
         except (Unpriced, AutoshardError) as error:
             unpriced.append({"id": row["id"], "reason": str(error)})
     return priced, unpriced
 
 
-def errors_of(priced: Sequence[Priced]) -> tuple[float, float]:
-    """Median and 90th percentile of |error|."""
-    errors = sorted(abs(one.ratio - 1) for one in priced)
-    return statistics.median(errors), errors[min(len(errors) - 1, int(0.9 * len(errors)))]
-
-
 def errors(priced: Sequence[Priced]) -> Iterator[str]:
-    """Errors per source and in all."""
+    """Median and 90th percentile of |error| per source and in all."""
     for kind, metrics in (("throughput", THROUGHPUT), ("memory", MEMORY), ("decode", DECODE)):
         chosen = [one for one in priced if one.metric in metrics]
         for name in [*dict.fromkeys(family(one.row) for one in chosen), "all"] if chosen else []:
             own = [one for one in chosen if name in (family(one.row), "all")]
-            median, ninety = errors_of(own)
+            off = sorted(100 * abs(one.ratio - 1) for one in own)
+            ratio = statistics.median(one.ratio for one in own)
             yield (
-                f"{kind:11} {name:8} {len(own):4} rows  median error {100 * median:5.1f} %  "
-                f"90th {100 * ninety:5.1f} %  median ratio {statistics.median(one.ratio for one in own):.2f}"
+                f"{kind:11} {name:8} {len(own):4} rows  median error {statistics.median(off):5.1f} %  "
+                f"90th {off[int(0.9 * len(off))]:5.1f} %  median ratio {ratio:.2f}"
             )
     fits = [one.predicted == one.measured for one in priced if one.metric == "fits"]
     if fits:

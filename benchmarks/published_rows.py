@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 
+import autoshard
 from autoshard.cluster.hardware import find_hardware
 from autoshard.cluster.parse import parse_devices
 from autoshard.cluster.topology import Topology, topology_of
@@ -21,7 +22,6 @@ from autoshard.engine.price import price_step
 from autoshard.engine.recipe import Recipe
 from autoshard.engine.timing import Card, card_of
 from autoshard.errors import AutoshardError
-from autoshard.plan.workload import Workload
 from autoshard.search.traced import trace
 
 Row = Mapping[str, str]
@@ -162,15 +162,6 @@ def _ffn_of(row: Row, squares: float, words: int) -> int:
     return found if hidden // 4 <= found <= 8 * hidden else usual
 
 
-def with_fused_norms(model: torch.nn.Module) -> torch.nn.Module:
-    """Replace norms that are written as six element-wise ops by torch's own: training stacks have one kernel for it."""
-    for path, norm in list(model.named_modules()):
-        if type(norm).__name__.endswith("RMSNorm") and not isinstance(norm, torch.nn.RMSNorm):
-            size, dtype = norm.weight.shape[0], norm.weight.dtype
-            model.set_submodule(path, torch.nn.RMSNorm(size, eps=norm.variance_epsilon, dtype=dtype))
-    return model
-
-
 @functools.cache
 def work_of(shape: Shape) -> ModelWork:
     """Build a decoder of a few layers on meta, fold it, and count its layer as often as the model has it."""
@@ -181,11 +172,14 @@ def work_of(shape: Shape) -> ModelWork:
     )  # fmt: skip
     with torch.device("meta"):
         model = getattr(transformers, f"{shape.kind}ForCausalLM")(config).to(torch.bfloat16)
-        if shape.fused_norms:
-            model = with_fused_norms(model)
+        # In place of norms that are written as six element-wise ops: training stacks have one kernel for it.
+        fused = functools.partial(torch.nn.RMSNorm, given["hidden_size"], dtype=torch.bfloat16)
+        for path, norm in list(model.named_modules()) if shape.fused_norms else ():
+            if type(norm).__name__.endswith("RMSNorm"):
+                model.set_submodule(path, fused(eps=norm.variance_epsilon))
     seq = given["max_position_embeddings"]
     ids = torch.zeros(2, seq, dtype=torch.long)
-    workload = Workload(batch_size=2, sequence_length=seq)
+    workload = autoshard.Workload(batch_size=2, sequence_length=seq)
     work = trace(model, {"input_ids": ids, "labels": ids.clone()}, workload).work
     refuse(sum(block.layer for block in work.blocks) != 1, "its layers are not all alike")
     # Tied embeddings are cut along the vocabulary as others are; they are counted once.
@@ -293,6 +287,10 @@ def serving_of(row: Row) -> tuple[Recipe, int, int, int]:
     )
 
 
+hosts_of = functools.cache(parse_devices)
+"""Hosts of a card as the hardware table has them."""
+
+
 def named_card(row: Row) -> Any:
     """The card in the hardware table; what its power or the size of its memory are is no part of its name there."""
     return find_hardware(re.sub(r"^DGX-| ?\(.*\)|-\d+W$| \d+W$|-HBM2e.*|-96GB", "", row["gpu"]))
@@ -308,7 +306,9 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
     watts, bandwidth, size = (re.search(found, text) for found in (r"(\d+) ?W", r"([\d.]+) TB/s", r"(\d+)GB"))
     gpus = number(row, "gpus", 1)
     per_host = min(gpus, number(row, "gpus_per_node", 8))
-    card, topology = usual_hardware(known.name, per_host)
+    cluster = hosts_of(f"2 hosts of {per_host}x{known.name}")
+    card, topology = card_of(cluster.devices[0]), topology_of(cluster)
+    assert topology is not None, "hosts of equally many cards"
     full_watts = {"sm90": 700, "sm80": 400}.get(known.arch, 0)
     if watts and full_watts:
         card = replace(card, flops_per_second=card.flops_per_second * min(1.0, int(watts[1]) / full_watts))
@@ -323,22 +323,13 @@ def hardware_of(row: Row) -> tuple[Card, Topology]:
     return card, replace(topology, network_bytes_per_second=gbits * 1e9 / 8) if gbits else topology
 
 
-@functools.cache
-def usual_hardware(card: str, per_host: int) -> tuple[Card, Topology]:
-    """Hosts of a card as the hardware table has them."""
-    cluster = parse_devices(f"2 hosts of {per_host}x{card}")
-    topology = topology_of(cluster)
-    assert topology is not None, "hosts of equally many cards"
-    return card_of(cluster.devices[0]), topology
-
-
 def network_gbits(row: Row, per_host: int) -> float:
     """Gb/s of network per device, as far as a row says it; 0 where it does not."""
     text = row["interconnect"] + " " + row["source"]
-    each, host = (r"(\d+) Gb/s per (?:GPU|HDR)", r"NDR (\d+) Gb/s"), (r"(\d{3,4}) ?Gb(?:ps|/s) node",)
-    for pattern in (*each, *host):
-        if found := re.search(pattern, text):
-            return float(found[1]) / (8 if pattern in host else 1)
+    if each := re.search(r"(\d+) Gb/s per (?:GPU|HDR)", text) or re.search(r"NDR (\d+) Gb/s", text):
+        return float(each[1])
+    if host := re.search(r"(\d{3,4}) ?Gb(?:ps|/s) node", text):
+        return float(host[1]) / 8
     # BigScience trained on Jean Zay, whose hosts of eight have four Omni-Path adapters.
     if re.search(r"4 Omni-Path|4 x 100", text) or family(row) == "bs":
         return 4 * 100 / per_host
@@ -398,13 +389,9 @@ def figure_of(row: Row, estimate: RecipeEstimate, work: ModelWork, sequences: in
         return sequences / estimate.token_seconds
     if metric in TFLOPS:
         again = 4 / 3 if metric[0] in "hp" and recipe.recompute == "full" else 1
-        rate = model_flops(work) * recipe.global_batch * work.tokens * again / estimate.seconds / gpus
+        # FLOPs of forward and backward, as model FLOPs are counted: all products, and attention, three times.
+        counted = [(block.count, sums_of(block)) for block in work.blocks]
+        flops = 3 * sum(count * one.flops for count, sums in counted for one in (*sums.products, *sums.attentions))
+        rate = flops * recipe.global_batch / work.samples * again / estimate.seconds / gpus
         return rate / 1e12 if metric.endswith("_gpu") else 100 * rate / named_card(row).flops_per_second["bfloat16"]
     return estimate.tokens_per_second / (gpus if metric.endswith("_per_gpu") else 1)
-
-
-def model_flops(work: ModelWork) -> float:
-    """FLOPs per token of forward and backward, as model FLOPs are counted: all products, and attention, three times."""
-    blocks = [(block.count, sums_of(block)) for block in work.blocks]
-    total = sum(count * sum(one.flops for one in (*sums.products, *sums.attentions)) for count, sums in blocks)
-    return 3 * total / (work.samples * work.tokens)
