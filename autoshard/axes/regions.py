@@ -3,7 +3,8 @@
 A region is an outermost element of a repeated container (a list, sequence or dict of modules) with at least two
 matrices; all that lies outside of such elements is one more region. What one region hands to another gets fresh axes
 there, so that what blocks an axis outside does not leak in. Ops that scale a parameter where it is belong to none, nor
-do losses that compare logits with labels: a head may be cut over its classes, and what it makes is whole behind it.
+do losses that compare logits with labels, nor what chooses tokens between calls of the model: a head may be cut over
+its classes, and what it makes is whole behind it.
 """
 
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
@@ -119,6 +120,14 @@ def loss_ops(graph: ModelGraph) -> set[int]:
     return found | given_back
 
 
+def _choosing_ops(graph: ModelGraph) -> set[int]:
+    """Ops of `generate` between the calls of the model: they choose tokens from logits, which are whole there."""
+    if all(name != "decode" for name, _, _ in graph.phases):
+        return set()
+    calls = [graph.calls[op.call] for op in graph.ops]
+    return {op.index for op, call in zip(graph.ops, calls, strict=True) if not call.begin <= op.index < call.end}
+
+
 def _owners(graph: ModelGraph, elements: set[str]) -> list[str]:
     """For every call the element that it runs in."""
     known: dict[str, str] = {}
@@ -138,7 +147,7 @@ def _isomorphic(
 ) -> tuple[Region, ...]:
     """The regions of an ownership, equal ones of one kind once; what is outside comes first."""
     ops: dict[str, list[int]] = {OUTSIDE: []}
-    apart = scaled_ops(graph) | loss_ops(graph)
+    apart = scaled_ops(graph) | loss_ops(graph) | _choosing_ops(graph)
     for op in graph.ops:
         if not op.backward and op.index not in apart:
             ops.setdefault(owner[op.call], []).append(op.index)

@@ -220,8 +220,9 @@ def _at(run: Run, level: Level, notes: tuple[str, ...]) -> ModelGraph:
         raise CaptureError("the level 'real' needs a model with values: this one is on meta, or fake.")
     attempts: list[tuple[Decoding, Level]] = []
     if run.workload.new_tokens and not run.workload.training:
-        # What `generate` does with the logits belongs to no module: who analyses ops has only those of forwards.
-        attempts = [("step", level)] if run.composite else [("generate", level), ("step", level)]
+        # What `generate` does with the logits belongs to no module: whoever analyses ops has those of forwards first.
+        # Only `generate` can step a model whose state is in its modules, or whose step takes all tokens.
+        attempts = [("step", level), ("generate", level)] if run.composite else [("generate", level), ("step", level)]
         if level == "fake" and clone and not run.composite and not _without_values(run.model):
             attempts.insert(1, ("generate", "real"))  # a search among beams asks for values
     for way, rung in attempts:

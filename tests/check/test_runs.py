@@ -11,6 +11,7 @@ from autoshard.check import runs
 from autoshard.plan.sharding import Cut, Refusal
 from autoshard.plan.workload import Workload
 from tests.check.leaks import Stack, Wide
+from tests.check.stateful import Generating
 from tests.check.test_follow import X, outcome
 from tests.check.watchers import (
     ByLength,
@@ -139,3 +140,18 @@ def test_a_model_that_loops_over_tokens_is_tried_with_fewer_of_them(monkeypatch)
     assert isinstance(outcome(model, *given, size=4), Cut)
     found = [run.what for run in runs.other_runs(model, (given, {}), Workload(), groups)]
     assert found == ["with gradients and inputs [4, 2, 24]", "with inputs [2, 4, 24]", "with inputs [16, 24, 24]"]
+
+
+@pytest.mark.parametrize("new_tokens", [0, 4])
+def test_a_step_of_generation_is_followed_though_the_state_is_in_the_modules(new_tokens):
+    torch.manual_seed(0)
+    model, ids = Generating().eval(), torch.randint(0, 32, (2, 5))
+    workload = Workload(new_tokens=new_tokens)
+    with autoshard.simulate("2x1MiB") as devices, torch.no_grad():
+        logits, tokens = model(ids)["logits"], model.generate(ids, 4)
+        plan = autoshard.plan(model, devices, inputs={"input_ids": ids}, strategy="column-parallel", workload=workload)
+        cut = {shard.name for one in plan.cuts for shard in one.shards}
+        assert "head.weight" in cut and "conv.weight" not in cut and "weight" in cut
+        autoshard.apply(model, plan)
+        assert torch.allclose(model(ids)["logits"], logits, atol=1e-6)
+        assert torch.equal(model.generate(ids, 4), tokens)
