@@ -20,7 +20,7 @@ from tests.runtime.test_launched import devices_of, plan_for, samples
 from tests.torch_releases import SHARDS_REPLICAS
 
 
-def on_two():
+def on_two(plans):
     torch.manual_seed(0)
     said = {}
     model, stages, inputs = decoder(2, 2)
@@ -37,13 +37,11 @@ def on_two():
         ids = samples()
         given = {"ids": ids, "labels": ids}
         for mesh in ("fsdp=2", "tp=2", "pp=2"):
-            made = Plan.from_json(plan_for(mesh, 2, precision="mixed", recompute="full"))
-            said[mesh] = autoshard.verify(attentive(), made, inputs=given)
-        said["derived inputs"] = with_a_cache()
-        made = Plan.from_json(plan_for("dp=2", 2))
-        said["wrong"] = autoshard.verify(wrong(attentive()), made, inputs=given)
+            said[mesh] = autoshard.verify(attentive(), Plan.from_json(plans[mesh]), inputs=given)
+        said["derived inputs"] = with_a_cache(Plan.from_json(plans["cache"]))
+        said["wrong"] = autoshard.verify(wrong(attentive()), Plan.from_json(plans["dp=2"]), inputs=given)
         with pytest.raises(PlanError, match="4 processes, one per device, and 2 run"):
-            autoshard.verify(attentive(), Plan.from_json(plan_for("fsdp=2,tp=2", 4)), inputs=given)
+            autoshard.verify(attentive(), Plan.from_json(plans["fsdp=2,tp=2"]), inputs=given)
     net, _, given = skips()
     del given["targets"]
     said["own loss"] = autoshard.verify(net, plan_of(net, [["down", "deep"], ["deeper", "up"]], 2, given), inputs=given)
@@ -56,14 +54,27 @@ def on_two():
     return said, left
 
 
-def with_a_cache():
-    """Of a decoder whose layers are recomputed, and which makes a cache unless it is told not to, as verify does."""
-    model, ids = llama(2, tie_word_embeddings=False), torch.arange(32).view(4, 8)
-    given = {"input_ids": ids, "labels": ids}
-    plan = autoshard.plan(
+def made_plans():
+    """Made once, and not by each rank."""
+    plans = {mesh: plan_for(mesh, 2, precision="mixed", recompute="full") for mesh in ("fsdp=2", "tp=2", "pp=2")}
+    plans |= {"dp=2": plan_for("dp=2", 2), "fsdp=2,tp=2": plan_for("fsdp=2,tp=2", 4)}
+    model, given = caching()
+    cached = autoshard.plan(
         model, devices_of(2), inputs=given, launch="processes", mesh="pp=2", recompute="full", precision="full",
         workload=Workload(mode="training", batch_size=4, sequence_length=8),
     )  # fmt: skip
+    return plans | {"cache": cached.to_json()}
+
+
+def caching():
+    """A decoder that makes a cache unless it is told not to, and inputs."""
+    ids = torch.arange(32).view(4, 8)
+    return llama(2, tie_word_embeddings=False), {"input_ids": ids, "labels": ids}
+
+
+def with_a_cache(plan):
+    """Of a decoder whose layers are recomputed, and which makes a cache unless it is told not to, as verify does."""
+    model, given = caching()
     with pytest.raises(VerifyError, match=r"nothing could be compared.*use_cache=False"):
         autoshard.verify(model, plan, inputs=given)
     return autoshard.verify(model, plan)
@@ -83,7 +94,7 @@ def replicas(plan, sharded=False):
 
 
 def test_two_ranks():
-    (said, left), (other, _) = run_ranks(on_two, 2)
+    (said, left), (other, _) = run_ranks(on_two, 2, made_plans() if SHARDS_REPLICAS else {})
     assert left and said == other
     mixed = said.pop("mixed")
     assert not mixed.ok and "on rank" in mixed.first_difference.message

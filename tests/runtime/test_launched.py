@@ -86,6 +86,7 @@ def devices_of(count):
     return {f"cpu:{index}": "1GiB" for index in range(count)}
 
 
+@functools.cache
 def plan_for(mesh, devices, model_dtype=torch.float32, **wishes):
     """A plan that is made without processes, and goes through its file."""
     ids = samples()
