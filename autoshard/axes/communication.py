@@ -62,7 +62,7 @@ class CommunicationPoints:
         made_here = {value for value in walk.axes if graph.values[value].op in self._inside}
         self._incoming = [value for value in walk.axes if value not in made_here and value not in self._tensors]
         outputs = {value for call in self._calls if call.path == region.path for value in call.outputs}
-        outputs.update(graph.outputs)
+        outputs.update(graph.outputs or graph.state)  # a result may be an object of any class
         self._outgoing = [
             value for value in walk.axes
             if value in made_here and (value in outputs or not self._inside.issuperset(self._readers.get(value, ())))

@@ -1,5 +1,7 @@
 """Ranks are followed in further runs too: other lengths, gradients, a cache; and nobody may be given a part by hand."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -155,3 +157,25 @@ def test_a_step_of_generation_is_followed_though_the_state_is_in_the_modules(new
         autoshard.apply(model, plan)
         assert torch.allclose(model(ids)["logits"], logits, atol=1e-6)
         assert torch.equal(model.generate(ids, 4), tokens)
+
+
+class Named(nn.Module):
+    """A table and a head; the result is an object of a class that is not known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, 8), nn.Linear(8, 32, bias=False)
+
+    def forward(self, ids):
+        return SimpleNamespace(logits=self.head(self.table(ids)))
+
+
+def test_a_result_in_an_object_of_any_class_is_whole():
+    model, ids = Named().eval(), torch.randint(0, 32, (2, 5))
+    with autoshard.simulate("2x1MiB") as devices, torch.no_grad():
+        logits = model(ids).logits
+        plan = autoshard.plan(model, devices, inputs={"ids": ids}, strategy="column-parallel")
+        assert plan.cuts
+        autoshard.apply(model, plan)
+        found = model(ids).logits
+        assert found.shape == logits.shape and torch.allclose(found, logits, atol=1e-6)
