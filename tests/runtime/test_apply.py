@@ -371,12 +371,14 @@ def test_items_of_an_output_keep_their_order():
 
 
 def test_layers_without_transfers_have_one_hook():
-    """A contiguous split hooks modules at placement roots, nothing below them, and no list that is never called."""
+    """Hooked are placement roots and parts of the model, which code around it may call, and nothing below them."""
     model = nn.Sequential(nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Sequential(nn.Linear(D, D), nn.Tanh()))
     apply_device_map(model, {"0": "cpu:0", "1": "cpu:1"})
     assert {path for path, module in model.named_modules() if layers_of(module)} == {"", "0", "1"}
     apply_device_map(model, {"": "cpu:0"})
-    assert {path for path, module in model.named_modules() if layers_of(module)} == {""}
+    assert {path for path, module in model.named_modules() if layers_of(module)} == {"", "0", "1"}
+    flat = apply_device_map(nn.Sequential(nn.Linear(D, D), nn.Tanh()), {"": "cpu:0"})
+    assert {path for path, module in flat.named_modules() if layers_of(module)} == {""}
 
 
 class Steps(nn.Module):
