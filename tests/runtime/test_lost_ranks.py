@@ -205,15 +205,15 @@ EVERY = [(kind, how, when) for kind in SIZES for how in WAYS for when in PHASES]
 def test_others_end_and_name_it(kind, how, when, tmp_path):
     size = SIZES[kind]
     lost = size - 2 if size > 2 else 1
-    path, patience = str(tmp_path / "saved"), GROUP_SECONDS if size > 2 else GROUP_SECONDS / 2
-    results = run_ranks(lose, size, kind, lost, how, when, path, lost=lost, group_seconds=patience)
+    path = str(tmp_path / "saved")
+    results = run_ranks(lose, size, kind, lost, how, when, path, lost=lost, group_seconds=GROUP_SECONDS)
     for rank, result in enumerate(results):
         if rank != lost:
             message, seconds = result
             # one that has not heard of it yet may be named as well
             named = rf"rank \d lost ranks? [\d, ]*\b{lost}\b|rank {lost} can't|could not be written on rank {lost}\b"
             assert re.search(named, message), (rank, message)
-            assert seconds < 2 * patience + 8, (rank, message)
+            assert seconds < 2 * GROUP_SECONDS + 8, (rank, message)
 
 
 @pytest.mark.slow
