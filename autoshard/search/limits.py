@@ -116,7 +116,10 @@ class Asked:
         return self.micro_batch is not None or self.num_microbatches is not None
 
 
-def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str, why_not_staged: Mapping[int, str]) -> Limits:
+def limits_of(
+    work: ModelWork, samples: int, *, widest: int, why_not: str, why_not_staged: Mapping[int, str],
+    divides_tokens: bool = True,
+) -> Limits:  # fmt: skip
     """Derive the limits from the blocks of a model; `widest`: devices of a host, which tensor parallelism stays in.
 
     So many ranks must share most of what is cut. Layers that they don't share evenly are whole on each.
@@ -138,6 +141,7 @@ def limits_of(work: ModelWork, samples: int, *, widest: int, why_not: str, why_n
         attention=any(op.kind == "attention" for block in layers for op in block.ops),
         slices={block.path: block.most_shares for block in cut},
         widest=widest,
+        divides_tokens=divides_tokens,
         why_not=why_not,
         why_not_staged=why_not_staged,
     )

@@ -151,11 +151,10 @@ def _cell(done: Study, traced: Traced, batch: int, topology: Topology, devices: 
     task, tokens = done.task, traced.work.tokens
     own = topology == task.topology and batch == task.limits.samples and tokens == task.work.tokens
     widest = topology.devices if task.new_tokens else topology.devices_per_host
-    why_not, why_not_staged = task.limits.why_not, task.limits.why_not_staged
-    limits = replace(
-        limits_of(traced.work, batch, widest=widest, why_not=why_not, why_not_staged=why_not_staged),
+    limits = limits_of(
+        traced.work, batch, widest=widest, why_not=task.limits.why_not, why_not_staged=task.limits.why_not_staged,
         divides_tokens=task.limits.divides_tokens,
-    )
+    )  # fmt: skip
     task = replace(task, work=traced.work, prompt_tokens=tokens, topology=topology, limits=limits)
     found = done.searched if own else search(task)
     best, memory = found.best, min(device.memory_bytes for device in done.plan.devices)
