@@ -137,21 +137,21 @@ def resolve_execution_devices(
     return ExecutionDevices(entries=entries, devices=devices, mixed=mixed, hooked=hooked)
 
 
-def _hooked(paths: Collection[str], mixed: frozenset[str], uncallable: frozenset[str]) -> tuple[str, ...]:
+def _hooked(paths: Iterable[str], mixed: frozenset[str], uncallable: frozenset[str]) -> tuple[str, ...]:
     """Choose among modules with a device those whose arguments may come from elsewhere; the root comes first.
 
-    Code around the forward may call a part of the root by itself, or a module with a list of layers, wherever it is
-    (the encoder of an inner model, once per `generate`), except inside of such a layer.
+    In a mixed root, code around the forward may call a module with a list of layers by itself, wherever it is (the
+    encoder of an inner model, once per `generate`), except inside of such a layer.
     """
 
     def opened(path: str) -> bool:
         """Whether the children of a module are called from code that may have tensors of several devices."""
         return path in mixed or (path != "" and path in uncallable and opened(parent(path)))
 
-    parts = {parent(path) for path in uncallable} | {top for top in map(parent, paths) if top and parent(top) == ""}
+    towers = {parent(path) for path in uncallable} if "" in mixed else set()
 
     def is_hooked(path: str) -> bool:
-        return path in mixed or opened(parent(path)) or (path in parts and not is_inside_list(path))
+        return path in mixed or opened(parent(path)) or (path in towers and not is_inside_list(path))
 
     def is_inside_list(path: str) -> bool:
         return path != "" and (path in uncallable or is_inside_list(parent(path)))

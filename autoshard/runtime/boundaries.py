@@ -83,7 +83,8 @@ def find_boundaries(model: nn.Module, runtime: Runtime) -> dict[str, Hook]:
         # tensors that the model makes on the CPU may meet its own, too
         mixed_device |= moving
     # Code around the model looks up tokens by itself, with indices from wherever: `model.embed(ids)`, then a forward.
-    moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
+    if "" in execution_devices.mixed or opened:
+        moving |= {path for path, module in modules.items() if isinstance(module, nn.Embedding) and path in device}
     writing = (
         moving
         if record.conservative

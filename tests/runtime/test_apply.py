@@ -371,14 +371,41 @@ def test_items_of_an_output_keep_their_order():
 
 
 def test_layers_without_transfers_have_one_hook():
-    """Hooked are placement roots and parts of the model, which code around it may call, and nothing below them."""
+    """A contiguous split hooks modules at placement roots, nothing below them, and no list that is never called."""
     model = nn.Sequential(nn.Sequential(nn.Linear(D, D), nn.Tanh()), nn.Sequential(nn.Linear(D, D), nn.Tanh()))
     apply_device_map(model, {"0": "cpu:0", "1": "cpu:1"})
     assert {path for path, module in model.named_modules() if layers_of(module)} == {"", "0", "1"}
     apply_device_map(model, {"": "cpu:0"})
-    assert {path for path, module in model.named_modules() if layers_of(module)} == {"", "0", "1"}
-    flat = apply_device_map(nn.Sequential(nn.Linear(D, D), nn.Tanh()), {"": "cpu:0"})
-    assert {path for path, module in flat.named_modules() if layers_of(module)} == {""}
+    assert {path for path, module in model.named_modules() if layers_of(module)} == {""}
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(D, D)])
+
+    def forward(self, x):
+        return torch.tanh(self.layers[0](x))
+
+
+class Parted(nn.Module):
+    """A part with a list of layers, and ops around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Part()
+
+    def forward(self, x):
+        return self.part(x + 1) * 2
+
+
+def test_a_model_on_one_device_compiles_to_one_graph():
+    """A hook of a part would break the graph there: torch.compile can't look through it."""
+    graphs, model, x = [], Parted(), torch.randn(2, D)
+    expected = model(x)
+    apply_device_map(model, {"": "cpu:0"})
+    compiled = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
+    assert torch.equal(compiled(x), expected) and len(graphs) == 1
 
 
 class Steps(nn.Module):

@@ -80,8 +80,8 @@ SPREAD = {"queries": "cpu:0", "bridge": "cpu:0", "inner": "cpu:0", "eyes.layers.
 
 
 def maps():
-    """One device; the list of parameters cut in two, either way; every parameter on another device."""
-    names, found = [name for name, _ in Captioner().named_parameters()], [{"": "cpu:1"}]
+    """Cuts of the list of parameters, the devices one way or the other; and every parameter on another device."""
+    names, found = [name for name, _ in Captioner().named_parameters()], []
     for start in ("eyes.layers.1", "inner"):
         cut = next(index for index, name in enumerate(names) if name.startswith(start))
         for first, second in (("cpu:0", "cpu:1"), ("cpu:1", "cpu:0")):
