@@ -2,7 +2,7 @@
 
     python benchmarks/decoders.py overhead [--rounds N]
     python benchmarks/decoders.py tensor-parallel [--dtype float32] [--rounds 15] [--hidden 1024 --hidden 2048]
-    python benchmarks/decoders.py loading [--layers 22] [--rounds 3] [--cold] [--folder DIR]
+    python benchmarks/decoders.py loading [--layers 22] [--rounds 5] [--cold] [--folder DIR]
     python benchmarks/decoders.py offload [--rounds N] [--layers N] [--tokens N] [--folder DIR] [--quick]
 
 "overhead": what runs around forwards, in one process and one thread. A decoder of 32 small layers; "one device" wraps
@@ -10,7 +10,7 @@ the forward of the root only; "two devices" that of every layer, and both names 
 Accelerate's dispatch_model runs on the same maps. "empty hooks" are ones that do nothing, on every wrapped module.
 
 "tensor-parallel": two gloo ranks of one thread, each bound to a processor of its own, as launchers of ranks do (else
-both are on one now and then), each with one random decoder: cut by autoshard's plan, by
+both are on one now and then), each with one random decoder: cut by autoshard's plan for the measured devices, by
 `from_pretrained(tp_plan="auto")`, and whole, "alone" on rank 0 only, or "together" on both ranks at once: half of that
 is the time of ideal halves.
 
@@ -53,6 +53,9 @@ import transformers
 from common import decoder, device_map, print_header, print_row, run_command
 
 import autoshard
+from autoshard.cluster.calibrate import calibrate
+from autoshard.cluster.files import write_cluster
+from autoshard.cluster.parse import parse_devices
 from autoshard.runtime.around import layers_of
 from autoshard.runtime.dispatch import apply_plan
 
@@ -137,7 +140,7 @@ def build(folder: str, dtype: str) -> dict[str, Any]:
     load = partial(transformers.AutoModelForCausalLM.from_pretrained, folder, dtype=getattr(torch, dtype))
     whole, ours = load().eval(), load().eval()
     inputs = {"input_ids": prompt(PROMPTS[0]), "use_cache": False}
-    autoshard.apply(ours, {"cpu:0": "8GiB", "cpu:1": "8GiB"}, inputs=inputs, strategy="column-parallel")
+    autoshard.apply(ours, f"{folder}/cluster.json", inputs=inputs, strategy="column-parallel")
     models = {"autoshard": ours, "tp_plan": load(tp_plan="auto").eval()}
     wanted = whole(**inputs).logits
     for name, model in models.items():
@@ -184,12 +187,15 @@ def rank_main(rank: int, folder: str, dtype: str, rounds: int) -> None:
 
 
 def tensor_parallel(dtype: str = "float32", rounds: int = 15, hidden: list[int] = list(CUT_LAYERS)) -> None:  # noqa: B006
+    torch.set_num_threads(1)
+    cluster = calibrate(parse_devices({"cpu:0": "8GiB", "cpu:1": "8GiB"}))
     for size in hidden:
         layers = CUT_LAYERS.get(size, 1)
         print(f"hidden size {size:,}, {layers} layers, {dtype}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             transformers.set_seed(0)
             decoder(size, layers, 4096, kv_heads=size // 128, dtype=getattr(torch, dtype)).save_pretrained(folder)
+            write_cluster(cluster, f"{folder}/cluster.json")
             torch.multiprocessing.spawn(rank_main, (folder, dtype, rounds), nprocs=2)
 
 
@@ -222,8 +228,12 @@ def drop_cache(folder: Path) -> None:
 
 
 def run_once(way: str, folder: Path, small: Path) -> tuple[float, float, float]:
-    """Seconds, with the first forward, and of the processor; what libraries do at a first load only comes before."""
+    """Seconds, with the first forward, and of the processor; what libraries do at a first load only comes before.
+
+    So does getting memory for all of it in float32, which takes some machines three times as long if it is fresh.
+    """
     WAYS[way](small)
+    torch.ones(sum(file.stat().st_size for file in folder.glob("*.safetensors")) // 2)
     begin, processor = time.perf_counter(), time.process_time()
     model = WAYS[way](folder)
     seconds, busy = time.perf_counter() - begin, time.process_time() - processor
@@ -232,12 +242,12 @@ def run_once(way: str, folder: Path, small: Path) -> tuple[float, float, float]:
     return seconds, time.perf_counter() - begin, busy
 
 
-def loading(layers: int = 22, rounds: int = 3, cold: bool = False, folder: Path = FOLDER) -> None:
+def loading(layers: int = 22, rounds: int = 5, cold: bool = False, folder: Path = FOLDER) -> None:
     small, large = saved_decoder(folder, 1), saved_decoder(folder, layers)
     prepare = partial(drop_cache, large) if cold else read_all(large)
     runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in WAYS}
     for number in range(rounds):
-        for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:  # what the process before gave back is quicker to get
+        for way in list(WAYS)[:: 1 if number % 2 == 0 else -1]:
             prepare()
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 runs[way].append(process.submit(run_once, way, large, small).result())
