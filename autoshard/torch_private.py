@@ -214,18 +214,18 @@ def below_autograd() -> Iterator[None]:
 
 
 def swap_contents(left: torch.Tensor, right: torch.Tensor) -> None:
-    """Exchange what two tensor objects are (type, attributes, values, history) and keep the objects.
+    """Exchange what two tensor objects are (type, attributes, values, history) and keep the objects; `right` is new.
 
     As `torch.utils.swap_tensors`, which refuses a tensor that someone refers to weakly (recurrent layers do so with
     their own weights) or that a backward graph holds. Such a graph can't be run any more: its gradient would end in the
     wrong object, so backward raises RuntimeError. Raises RuntimeError for a tensor with history that a graph holds.
     """
     torch.clear_autocast_cache()  # it refers weakly to parameters, which torch does not swap then
-    for tensor in (left, right):
-        if is_held(tensor):
-            if not tensor.is_leaf:
-                raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
-            _accumulation(tensor).register_prehook(_refuse_backward)
+    if is_held(left):
+        if not left.is_leaf:
+            raise RuntimeError("a backward graph still holds it; run backward or drop the output first")
+        with no_modes(), torch.inference_mode(False):
+            _accumulation(left).register_prehook(_refuse_backward)
     left.__class__, right.__class__ = right.__class__, left.__class__
     left.__dict__, right.__dict__ = right.__dict__, left.__dict__
     torch._C._swap_tensor_impl(left, right)
@@ -250,8 +250,9 @@ def is_held(tensor: torch.Tensor) -> bool:
     if not tensor.requires_grad or tensor.is_inference():
         return False
     if tensor.is_leaf:
-        _accumulation(tensor).metadata[_HELD] = True
-        return _HELD in _accumulation(tensor).metadata
+        with no_modes(), torch.inference_mode(False):
+            _accumulation(tensor).metadata[_HELD] = True
+            return _HELD in _accumulation(tensor).metadata
     other = torch.empty(0)
     try:
         for _ in range(2):
@@ -262,9 +263,8 @@ def is_held(tensor: torch.Tensor) -> bool:
 
 
 def _accumulation(leaf: torch.Tensor) -> Any:
-    """The node that fills `.grad` of a leaf."""
-    with no_modes(), torch.inference_mode(False):
-        return torch.autograd.graph.get_gradient_edge(leaf).node
+    """The node that fills `.grad` of a leaf; no mode may see this."""
+    return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def gradient_hooks(tensor: torch.Tensor) -> list[Any]:

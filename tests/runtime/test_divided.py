@@ -238,7 +238,7 @@ class Tapped(nn.Module):
 
 def test_functions_that_hold_modules_of_the_model_have_no_replicas(devices):
     """The hook of a replica would set the attribute of the model itself; a copy would do so, too."""
-    model, x = Tapped(), torch.randn(8, 6)
+    model, x = Tapped().double(), torch.randn(8, 6, dtype=torch.float64)
     expected = model(x)
     with pytest.raises(PlanError, match="layer has a function in forward_hooks that refers to modules of the model"):
         autoshard.plan(model, devices, inputs=x, strategy="data-parallel", objective="throughput")
