@@ -55,6 +55,9 @@ def _addmm(walk: Context, added: Seen, x: Seen, y: Seen, *, beta: float = 1, alp
 
 @rule("einsum")
 def _einsum(walk: Context, equation: str, operands: Sequence[Seen], **kwargs: Any) -> list[Axes]:
+    """A letter that is summed meets every other one in an operand: `bti,btj->bti` sums j for each part of i, and a rank
+    that has a part of both would lose what others have.
+    """
     terms, result = _spelt_out(equation.replace(" ", ""), [len(seen.shape) for seen in operands])
     named: dict[str, Axis] = {}
     for term, seen in zip(terms, operands, strict=True):
@@ -65,7 +68,11 @@ def _einsum(walk: Context, equation: str, operands: Sequence[Seen], **kwargs: An
                 named[letter] = axis
     for letter, axis in named.items():
         if letter not in result:
-            walk.contract(axis)
+            met = {one for term in terms if letter in term for one in term}
+            if all(one in met or size_of(other) == 1 for one, other in named.items()):
+                walk.contract(axis)
+            else:
+                walk.block([axis], "is summed without some dimensions of other operands")
     return [tuple(named[letter] for letter in result)]
 
 

@@ -132,6 +132,8 @@ LOUDER = (scaled(40.0),)
 MEANS = {
     # a mean spelt as sum over `numel`, behind a gate that is 1 for large sums, over all tokens at once
     "SaturatedNumel": lambda self, h: h * torch.sigmoid(1000 * h.sum() / h.numel()),
+    # a sum over all units for each unit: a rank has a part of both
+    "SumForEachUnit": lambda self, h: h * torch.sigmoid(1000 * torch.einsum("bti,btj->bti", h, h)),
 }
 variants(adversary, Hidden, "inner", MEANS, rows, longer, SATURATED)
 

@@ -87,6 +87,8 @@ PRODUCTS = [
     ("a1,bc->ac", lambda x, y: torch.einsum("ab,bc->ac", x, y), (3, 1), (4, 6)),
     ("1a,ba->ba", lambda x, y: torch.einsum("ab,ab->ab", x, y), (1, 4), (3, 4)),
     ("a,b->ab", lambda x, y: torch.einsum("a,b->ab", x, y), (3,), (4,)),
+    ("ab,a.->ab", lambda x, y: torch.einsum("ai,aj->ai", x, y), (3, 4), (3, 6)),
+    ("a.,a.->a", lambda x, y: torch.einsum("ai,aj->a", x, y), (3, 4), (3, 6)),
     ("abc,cd->abd", lambda x, y: torch.einsum("...ab,bc->...ac", x, y), (2, 3, 4), (4, 6)),
     ("a1bc,dce->adbe", lambda x, y: torch.einsum("...ij,...jk", x, y), (2, 1, 3, 4), (5, 4, 6)),
     ("abc,abd->cd", lambda x, y: torch.einsum("i...j,i...k->jk", x, y), (2, 3, 4), (2, 3, 5)),
