@@ -10,7 +10,7 @@ import typer
 from autoshard.cli import options as o
 from autoshard.cli.console import command, errors, output, print_json, step
 from autoshard.cli.opening import Opened, is_plan, make_plan, open_plan
-from autoshard.cli.steps import capturing, devices_of, load, load_to_run
+from autoshard.cli.steps import capturing, devices_of, load, load_to_run, profile_of
 from autoshard.cli.target import UserCodeError
 from autoshard.common.files import check_writable, write_whole
 from autoshard.errors import CaptureError, PlanError, SpecError
@@ -102,7 +102,7 @@ def report_command(
         bool, typer.Option("--compare/--no-compare", help="A table of what every other strategy would give.")
     ] = True,
 ) -> None:
-    """Write a plan as one HTML page: devices, timeline, model tree, transfers, reasons, assumptions."""
+    """Write a plan as one HTML page: devices, timeline, alternatives, model tree, transfers, reasons, assumptions."""
     from autoshard.report.page import make_page
 
     settings = planning.settings(out)
@@ -115,12 +115,27 @@ def report_command(
     estimate = opened.estimate() if study is None else study.estimate
     others = _alternatives(opened) if compare and study is None else ()
     cells = _cells(opened, second or opened.plan.target, estimate) if what_if and study is None else ()
+    profile = opened.profile if study is None else _whole_profile(opened)
     with step("drawing"):
         page = make_page(
-            opened.plan, estimate, opened.profile, opened.cluster, title=opened.loaded.title,
+            opened.plan, estimate, profile, opened.cluster, title=opened.loaded.title,
             notes=opened.loaded.notes, alternatives=others, cells=cells, study=study,
         )  # fmt: skip
     _write(out, page)
+
+
+def _whole_profile(opened: Opened) -> "Profile":
+    """The profile of the workload with its backward pass; FLOPs are of all samples, of which few are recorded."""
+    from autoshard.search.traced import TRACED_SAMPLES
+
+    loaded, workload = opened.loaded, opened.plan.workload
+    samples = workload.batch_size or 1
+    few = min(samples, TRACED_SAMPLES) if loaded.inputs is None else samples
+    try:
+        profile = profile_of(replace(loaded, workload=replace(workload, batch_size=few)))
+    except CaptureError:  # the forward pass alone was recorded: its work is not that of a step
+        return replace(opened.profile, flops=0)
+    return replace(profile, workload=workload, flops=profile.flops * samples // few)
 
 
 def _alternatives(opened: Opened) -> "tuple[Alternative, ...]":

@@ -71,9 +71,9 @@ def _offloaded_rows(estimate: Estimate) -> list[Row]:
     streaming = estimate.streaming
     assert streaming is not None
     seconds, each = estimate.token_seconds or estimate.latency_seconds, "token" if estimate.token_seconds else "pass"
-    found = [("computing", format_seconds(streaming.compute_seconds), "")]
+    found = [("computing", format_seconds(streaming.compute_seconds), f"of the {each}")]
     for link in streaming.links:
-        what = f"{format_bytes(link.nbytes)} in {link.fetches} fetches"
+        what = f"{format_bytes(link.nbytes)} in {link.fetches} fetches per {each}"
         found.append((f"{link.source} to {link.destination}", format_seconds(link.seconds), what))
     share = streaming.stall_seconds / seconds if seconds else 0.0
     return [*found, ("waiting", format_seconds(streaming.stall_seconds), f"{share:.0%} of the {each}, for parameters")]
@@ -114,7 +114,8 @@ def moved_row(estimate: Estimate) -> list[Row]:
     if not estimate.moved_bytes:
         return []
     brought = f"{format_bytes(estimate.brought_bytes)} of parameters" if estimate.brought_bytes else ""
-    tensors = f"{len(estimate.transfers)} tensors" if estimate.transfers else ""
+    count = sum(transfer.nbytes > 0 for transfer in estimate.transfers)
+    tensors = f"{count} tensor{'s' if count > 1 else ''}" if count else ""
     what = "moved for prompt and token" if estimate.token_seconds else "moved per pass"
     return [(what, format_bytes(estimate.moved_bytes), ", ".join(filter(None, (brought, tensors))))]
 
@@ -149,7 +150,6 @@ def count_parameters(profile: Profile) -> int:
 def about_model(profile: Profile) -> str:
     """What the model is, in a sentence."""
     weights = format_bytes(profile.parameter_bytes + profile.buffer_bytes)
-    return (
-        f"{profile.modules[0].class_name} has {format_count(count_parameters(profile))} parameters, {weights}; "
-        f"{what_is_timed(profile)} takes {format_flops(profile.flops)}, mostly in {profile.dtype}."
-    )
+    work = f"; {what_is_timed(profile)} takes {format_flops(profile.flops)}" if profile.flops else ""
+    parameters = format_count(count_parameters(profile))
+    return f"{profile.modules[0].class_name} has {parameters} parameters, {weights}{work}, mostly in {profile.dtype}."

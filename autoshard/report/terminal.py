@@ -41,7 +41,7 @@ from autoshard.report.rows import (
     transfer_rows,
     transfer_table,
 )
-from autoshard.report.summary import count_parameters, time_rows, used_devices
+from autoshard.report.summary import count_parameters, time_rows, used_devices, what_is_timed
 from autoshard.report.words import after, fold_paths, is_part, members
 
 MARKS = {
@@ -126,7 +126,7 @@ def print_profile(
     print_section(console, "On one device", "at its fullest moment")
     lines: list[list[str | Text]] = [[name, _bytes(nbytes)] for name, nbytes in peak_parts(profile).items() if nbytes]
     lines.append(["in all", Text(format_bytes(profile.peak_bytes), style="bold")])
-    lines.append(["compute", f"{format_flops(profile.flops)}, mostly in {profile.dtype}"])
+    lines.append(["compute", f"{format_flops(profile.flops)} for {what_is_timed(profile)}, mostly in {profile.dtype}"])
     print_table(console, [Column(), Column()], lines, INDENT)
     print_sentences(console, "Notes", [*capture_notes(profile), *notes])
 

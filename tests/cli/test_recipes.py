@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from autoshard.cli.main import app
 from autoshard.common.sizes import format_seconds
 from autoshard.plan import Plan
+from autoshard.report.layout import format_flops
 from tests.report.net import BLOCK
 
 MODEL = f"""
@@ -134,6 +135,8 @@ def test_a_target_is_reported_as_it_would_be_planned(net, tmp_path):
     assert done.exit_code == 0, done.output
     shown = json.loads(run("plan", net, *words, "--json").output)["estimate"]
     assert format_seconds(shown["latency_seconds"]) in page.read_text()
+    work = format_flops(json.loads(run("profile", net, *words[2:5], "--json").output)["flops"])
+    assert f"one training step takes {work}" in page.read_text()
 
 
 def test_the_largest_batch_fits_and_the_next_does_not(net):
