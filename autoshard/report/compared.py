@@ -30,7 +30,7 @@ def print_comparison(console: Console, found: Comparison, *, title: str) -> None
 
 def strategy_columns() -> list[Column]:
     """What a row says of a strategy."""
-    return [Column(title="Strategy", flexible=True), *numbers("Devices", "Fullest", "One pass", "Busiest", "Moved")]
+    return [Column(title="Strategy", flexible=True), *numbers("Devices", "Fullest", "Time", "Busiest", "Moved")]
 
 
 def strategy_cells(one: Alternative) -> list[CellText]:

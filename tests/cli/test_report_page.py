@@ -109,6 +109,18 @@ def test_timeline_by_keyboard_and_mouse(browser, report):
     page.close()
 
 
+def test_ticks_differ_when_zoomed_and_a_phone_sees_whole_lanes_and_that_tables_scroll(browser, report):
+    page, _ = opened(browser, report)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_function("document.querySelector('#lanes svg').clientWidth < 390 && document.querySelector('.more')")
+    assert page.evaluate("[...document.querySelectorAll('#lanes text')].every(one => !one.textContent.includes('…'))")
+    for _ in range(9):
+        ticks = page.locator("#lanes .tick").all_text_contents()
+        assert len(set(ticks)) == len(ticks) > 0
+        page.click("button:text('Zoom in')")
+    page.close()
+
+
 def test_the_keyboard_reaches_everything(browser, report):
     page, _ = opened(browser, report)
     wanted = page.evaluate(

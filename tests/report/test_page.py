@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from html.parser import HTMLParser
 
@@ -18,13 +19,14 @@ from autoshard.engine.events import events
 from autoshard.report.document import estimate_data
 from autoshard.report.page import make_page
 from autoshard.report.page.lanes import events_of, timeline_data
-from autoshard.report.page.page import _places_in
+from autoshard.report.page.page import _places_in, _transfers
 from autoshard.report.page.places import places_of
 from autoshard.report.rows import module_tree, transfer_rows
 from autoshard.report.summary import verdict
 from autoshard.report.terminal import print_plan
 from autoshard.search.comparing import compare_all
 from autoshard.search.request import Request
+from autoshard.strategies.compare import Alternative
 from tests.engine.test_events import CASES, made
 
 VOID = {"meta", "link", "br", "input"}
@@ -91,6 +93,26 @@ def test_what_is_moved_counts_the_parameters_that_are_brought():
     assert estimate.streaming is not None and estimate.moved_bytes >= estimate.streaming.nbytes > 0
     text = make_page(plan, estimate, profile, cluster)
     assert f"<dt>Moved per pass</dt><dd><b>{format_bytes(estimate.moved_bytes)}</b>" in text
+
+
+def test_copies_are_not_called_waiting_and_brought_bytes_add_up_to_what_is_moved():
+    plan, profile, cluster = made("offloaded")
+    estimate = autoshard.estimate(plan, profile, cluster)
+    assert "; waits " not in page("placements") and "; copies tensors " in page("placements")
+    assert estimate.streaming is not None
+    twice = replace(estimate, token_seconds=1.0)  # a prompt and a token are two passes
+    for row, link in zip(
+        _transfers(twice).rows[-len(estimate.streaming.links) :], estimate.streaming.links, strict=True
+    ):
+        assert row[3] == format_bytes(2 * link.nbytes)
+
+
+def test_the_name_of_a_button_has_its_words_and_what_to_change_is_above_the_tree():
+    text = page("placements", alternatives=[Alternative(name="other", refused="no")])
+    for label, words in re.findall(r'<button[^>]*aria-label="([^"]*)">[^\w]*([^<]*)<', text):
+        assert words in label
+    assert text.index('id="timeline"') < text.index('id="alternatives"') < text.index('id="model"')
+    assert "this plan</td>" in text  # also where no strategy gives it
 
 
 def test_what_users_name_is_escaped():

@@ -22,7 +22,7 @@ KINDS = {
     "fetch": "#2aa5b5",
     "all-reduce": "#3aa76d",
     "all-gather": "#7bc47f",
-    "decode": "#3b7dd8",
+    "decode": "#8e5fc2",
     "exchange": "#e0a030",
     "gather": "#7bc47f",
     "reduce": "#3aa76d",

@@ -52,15 +52,21 @@ function tickStep(span, most) {
   return power * [1, 2, 5, 10].find(step => step * power >= rough);
 }
 
+function tickText(seconds, step) {  // one unit for all ticks, and digits that tell neighbours apart
+  const [scale, unit] = view[1] >= 1 ? [1, "s"] : view[1] >= 1e-3 ? [1e-3, "ms"] : [1e-6, "us"];
+  return (seconds / scale).toFixed(Math.max(0, Math.ceil(-Math.log10(step / scale) - 1e-9))) + " " + unit;
+}
+
+const longest = Math.max(0, ...timeline.lanes.map(name => name.length));
 function draw() {
-  const width = Math.max(chart.clientWidth, 200), left = width < 500 ? 64 : 104, height = timeline.lanes.length > 24 ? 14 : 22;
+  const width = Math.max(chart.clientWidth, 200), left = Math.min(16 + 7 * longest, width < 500 ? 104 : 144), height = timeline.lanes.length > 24 ? 14 : 22;
   const top = 22, scale = (width - left - 8) / (view[1] - view[0]);
   const x = seconds => left + (seconds - view[0]) * scale;
   const svg = shape("svg", {height: top + timeline.lanes.length * height + 4, role: "presentation"});
   const step = tickStep(view[1] - view[0], Math.max(2, (width - left) / 90));
   for (let t = Math.ceil(view[0] / step) * step; t <= view[1] * (1 + 1e-9); t += step) {
     svg.append(shape("line", {class: "grid", x1: x(t), x2: x(t), y1: top - 4, y2: top + timeline.lanes.length * height}));
-    if (x(t) < width - 30) svg.append(shape("text", {class: "tick", x: x(t) + 3, y: 13}, t === 0 ? "0" : formatSeconds(t)));
+    if (x(t) < width - 30) svg.append(shape("text", {class: "tick", x: x(t) + 3, y: 13}, tickText(t, step)));
   }
   lanes.forEach((events, number) => {
     const y = top + number * height;
@@ -75,7 +81,7 @@ function draw() {
       if (event[6] >= 0 && wide > 12 && height > 16) svg.append(shape("text", {class: "inside", x: a + 3, y: y + height - 7}, event[6]));
       drawn = b; before = event[1];
     }
-    const name = timeline.lanes[number], fits = Math.floor((left - 8) / 7);
+    const name = timeline.lanes[number], fits = Math.floor((left - 15) / 7);
     svg.append(shape("text", {class: number === lane ? "current" : "", x: 5, y: y + height - (height > 16 ? 6 : 3)},
       name.length > fits ? "…" + name.slice(name.length - fits + 1) : name));
   });
@@ -170,6 +176,10 @@ addEventListener("pointerup", event => {
 });
 new ResizeObserver(draw).observe(chart);
 draw();
+
+// ---- tables that are wider than the page
+const wide = new ResizeObserver(entries => entries.forEach(({target}) => target.classList.toggle("more", target.scrollWidth > target.clientWidth + 1)));
+document.querySelectorAll(".scroll").forEach(table => wide.observe(table));
 
 // ---- tree
 const folds = [...document.querySelectorAll(".tree details")];

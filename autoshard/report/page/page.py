@@ -26,12 +26,12 @@ from autoshard.report.rows import (
     transfer_rows,
     transfer_table,
 )
-from autoshard.report.summary import about_model, fullest_row, moved_row, time_rows, unit_of, verdict
+from autoshard.report.summary import about_model, fullest_row, moved_row, time_rows, unit_of, verdict, what_is_timed
 from autoshard.report.terminal import as_sentence, capture_notes, describe_workload, estimate_notes
 from autoshard.search.reasons import beside, shown_mesh
 from autoshard.search.sizes import Cell
 from autoshard.search.study import Study
-from autoshard.strategies.compare import Alternative
+from autoshard.strategies.compare import Alternative, value_of
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -64,22 +64,27 @@ def make_page(
         about=about_model(profile),
         to_fit="" if study is None else study.to_fit,
         start=start.partition(": ")[2],
-        devices=[_device(device, label, cluster) for device, label in device_runs(estimate.devices)],
+        devices=[
+            _device(device, label, cluster, "waits" if plan.launch else "copies tensors")
+            for device, label in device_runs(estimate.devices)
+        ],
         parts={f"{part} {format_bytes(_sum(estimate, part))}": PARTS[part] for part in parts},
         part_colours=PARTS,
         moments=[_moments(rank, plan, estimate) for rank in _evenly(ranks)],
         kinds=_kinds(ranks),
         ranks=rank_table(plan, estimate),
-        drawn=drawn,
+        drawn=drawn, drawn_of=plan.workload.unit if study is not None else what_is_timed(profile),
         tree=module_tree(profile, partial(_places_in, plan, places)), places=places, tied=tied_modules(profile),
         cut=bool(plan.cuts) and not plan.launch,
         placed=plan.mesh is None or plan.mesh.pp > 1,
+        ranks_each=len(plan.devices) // plan.mesh.pp if plan.launch and plan.mesh is not None else 1,
+        mesh="" if study is None else shown_mesh(study.own.recipe),
         device_colours=device_colours(cluster.names),
         stages=stage_table(plan, estimate),
         transfers=_transfers(estimate),
         grids=_grids(cells, unit_of(plan.workload)) if len(cells) > 1 else [],
         priced_how=_priced_how(plan),
-        alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan),
+        alternatives=_meshes(study) if study is not None else _strategies(alternatives, plan, estimate),
         why=[as_sentence(reason) for reason in dict.fromkeys(reasons) if reason != start],
         efficiency=efficiency(plan), notes=list(dict.fromkeys(every)),
         hardware=device_table(cluster, sources=True),
@@ -138,7 +143,7 @@ def _sum(estimate: Estimate, part: str) -> int:
     return sum(device.parts[part] for device in estimate.devices)
 
 
-def _device(device: DeviceEstimate, label: str, cluster: Cluster) -> dict[str, Any]:
+def _device(device: DeviceEstimate, label: str, cluster: Cluster, communicates: str) -> dict[str, Any]:
     """What fills a device's memory, as shares of its lane, and in words."""
     full = max(device.memory_bytes, device.peak_bytes, 1)
     parts = {name: nbytes for name, nbytes in device.parts.items() if nbytes}
@@ -147,7 +152,7 @@ def _device(device: DeviceEstimate, label: str, cluster: Cluster) -> dict[str, A
     left = f"{format_bytes(free)} free" if free >= 0 else f"{format_bytes(-free)} too little"
     words = [f"{format_bytes(device.peak_bytes)} of {format_bytes(device.memory_bytes)}, {left}"]
     words += [f"computes {format_seconds(device.compute_seconds)}"] if device.compute_seconds else []
-    words += [f"waits {format_seconds(device.transfer_seconds)}"] if device.transfer_seconds else []
+    words += [f"{communicates} {format_seconds(device.transfer_seconds)}"] if device.transfer_seconds else []
     return {
         "label": (label, "" if kind == "generic" else kind),
         "words": "; ".join(words) if device.peak_bytes else f"unused, {format_bytes(device.memory_bytes)}",
@@ -195,12 +200,14 @@ def _moments(rank: RankEstimate, plan: Plan, estimate: Estimate) -> dict[str, An
 
 
 def _transfers(estimate: Estimate) -> Table:
-    """What moves per pass: tensors by pair of devices, and offloaded parameters."""
+    """What moves in the recorded run: tensors by pair of devices, and offloaded parameters."""
     links = estimate.streaming.links if estimate.streaming is not None else ()
+    passes = estimate.brought_bytes // max(1, sum(link.nbytes for link in links))
     brought = [
         TransferRow(
-            source=link.source, destination=link.destination, backward=False, count=link.fetches, nbytes=link.nbytes,
-            seconds=link.seconds, largest=f"parameters of {link.modules} offloaded modules",
+            source=link.source, destination=link.destination, backward=False,
+            count=passes * link.fetches, nbytes=passes * link.nbytes,
+            seconds=passes * link.seconds, largest=f"parameters of {link.modules} offloaded modules",
         ) for link in links
     ]  # fmt: skip
     return transfer_table([*transfer_rows(estimate.transfers), *brought])
@@ -249,20 +256,32 @@ def _meshes(study: Study) -> Table:
     for one in study.rows:
         recipe = one.recipe
         how = [f"{recipe.num_microbatches} x {recipe.micro_batch}, recompute {recipe.recompute}"] * study.task.training
-        if recipe.pp > 1:
+        if recipe.pp > 1 and not study.task.new_tokens:  # the passes of an answer follow each other
             how.append(recipe.schedule + (f" x {recipe.stages_per_rank}" if recipe.stages_per_rank > 1 else ""))
         remark = "this plan" if one is own else beside(one.value(goal) / own.value(goal), goal)
         figures = [format_seconds(one.seconds), format_number(one.tokens_per_second), format_bytes(one.memory.used)]
         rows.append([shown_mesh(recipe), ", ".join(how), *figures, remark])
     columns = [Column(title="Mesh"), Column(title="Recipe"), *numbers("Time", "Tokens/s", "Fullest device")]
     columns.append(Column(title="Beside this plan"))
+    if not any(row[1] for row in rows):
+        rows, columns = [[row[0], *row[2:]] for row in rows], [columns[0], *columns[2:]]
     label = f"The best recipe of every mesh that fits, of {study.searched.priced} that were priced"
     return Table(label=label, columns=columns, rows=rows, chosen=shown_mesh(own.recipe))
 
 
-def _strategies(alternatives: Sequence[Alternative], plan: Plan) -> Table:
-    """The best plan of every strategy."""
+def _strategies(alternatives: Sequence[Alternative], plan: Plan, estimate: Estimate) -> Table:
+    """The best plan of every strategy, and this one, which none of them may be."""
     rows, chosen = [], ""
+    if alternatives and not any(
+        one.plan is not None and _decisions(one.plan) == _decisions(plan) for one in alternatives
+    ):
+        own = Alternative(
+            name=plan.strategy,
+            plan=plan,
+            estimate=estimate,
+            value=value_of(estimate, plan.objective, plan.workload.training),
+        )
+        alternatives = (own, *alternatives)
     for one in sorted(alternatives, key=lambda one: one.value):
         remark = one.refused or ("" if one.usable else "needs one process per device (torchrun)")
         if one.plan is not None and not chosen and _decisions(one.plan) == _decisions(plan):
