@@ -44,6 +44,7 @@ def estimate_recipe(plan: Plan, recipe: Recipe, task: SearchTask, cluster: Clust
         ranks = answer_ranks(setting, names, found.seconds, sequences, task.new_tokens)
     rank_of = {name: ranks[at * recipe.pp // len(names)] for at, name in enumerate(names)}
     classes = equal_ranks(ranks)
+    idle = sum(rank.idle_seconds for rank in ranks) / max(len(ranks) * found.seconds, 1e-12)
     return Estimate(
         devices=tuple(_device(device, rank_of.get(device.name)) for device in cluster.devices),
         objective=plan.objective,
@@ -53,7 +54,7 @@ def estimate_recipe(plan: Plan, recipe: Recipe, task: SearchTask, cluster: Clust
         prompt_seconds=found.prompt_seconds if task.new_tokens else 0.0,
         token_seconds=found.token_seconds if task.new_tokens else 0.0,
         exposed_seconds=found.exposed_seconds,
-        bubble=found.bubble,
+        bubble=found.bubble if task.training else idle,
         curve=max(classes, key=lambda one: one.peak_bytes).curve,
         ranks=classes,
         token_parts=found.token_parts if task.new_tokens else {},

@@ -59,8 +59,10 @@ def test_parts_of_the_batch_are_as_asked(net, workload):
     done = run(
         "plan", net, "-d", "4xA100-40GB", "--batch", "64", "--mesh", "pp=4", "--micro-batch", "8", *workload, "--json"
     )
-    plan = json.loads(done.output)["plan"]
+    plan, figures = (json.loads(done.output)[name] for name in ("plan", "estimate"))
     assert (plan["micro_batch"], plan["num_microbatches"]) == (8, 8)
+    assert figures["bubble"] > 0 and not {"gap", "lower_bound_seconds", "collective_seconds"} & figures.keys()
+    assert bool(workload) == ("exposed_seconds" in figures)
 
 
 @pytest.mark.parametrize(
