@@ -102,7 +102,7 @@ def _planned(
         if forced or (final and not running):
             raise
         return None  # what is not divided, or fits with the help of others, is placed, or refused by that search
-    one_may_do = not (forced or running or training or asked.named or _several_hosts(cluster))
+    one_may_do = not (forced or running or training or asked.named)
     single = alone(task, found) if one_may_do else None
     if single is not None:
         found, several = replace(found, best=single), found.best

@@ -234,7 +234,7 @@ def place(request: Request, strategy: str, *, objective: str | None = None, advi
         plan = made(cluster)
     except PlanError as error:
         raise PlanError(f"{error} And {words}.") from None
-    return dataclasses.replace(plan, reasons=(*plan.reasons, words))
+    return dataclasses.replace(plan, reasons=(*plan.reasons[:1], words, *plan.reasons[1:]))
 
 
 def _check_usable(request: Request, strategy: str) -> None:

@@ -64,7 +64,7 @@ def _against_one(task: CutTask, best: Choice, alone: Choice | None) -> str:
 def _one_device(task: CutTask, best: Choice, cut: Choice | None) -> str:
     name = best.devices[0].name
     if len(task.cluster.devices) == 1:
-        return f"everything is on {name}, the only device"
+        return f"everything is on {name}, the only device of the process"
     if cut is None:
         why = f"; {next(iter(task.banned.values()))}" if task.banned else ""
         return f"everything is on {name}: nothing in the model can be cut over the other devices{why}"

@@ -104,7 +104,7 @@ def _reasons(
     names = ", ".join(one.name for one in best.replicas)
     if count == 1:
         reasons = [f"one replica, on {names}: more don't fit" if len(devices) > 1 else
-                   f"one replica, on {names}, the only device"]  # fmt: skip
+                   f"one replica, on {names}, the only device of the process"]  # fmt: skip
     else:
         rows = ", ".join(map(str, best.rows)) if len(set(best.rows)) > 1 else f"{best.rows[0]} each"
         reasons = [f"{count} replicas, on {names}, with {rows} of the {size} rows of the batch"]

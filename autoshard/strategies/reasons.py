@@ -30,7 +30,7 @@ def _how_many(strategy: str, objective: Objective, chain: Chain, solution: Solut
     need = float(chain.resident_bytes.sum())
     if len(names) == 1:
         if chain.num_devices == 1:
-            return f"everything is on {names[0]}, the only device"
+            return f"everything is on {names[0]}, the only device of the process"
         if objective == "latency" and strategy != "sequential":
             return f"everything fits on {names[0]}, and devices that take turns on one input add copies: one is fastest"
         return f"everything fits on {names[0]}"

@@ -181,6 +181,12 @@ def test_an_answer_that_has_no_room_is_offered_fewer_bits():
         plan_processes(traced(4096, 80, training=False, new_tokens=8, samples=1), parse_devices("2xT4"), Asked())
 
 
+def test_one_process_on_one_host_of_two_says_why_the_other_is_not_used():
+    plan = autoshard.plan(Decoder(64, 2), "2 hosts of 1xT4", inputs={"ids": torch.zeros(1, 16, dtype=torch.long)})
+    assert plan.reasons[0] == "everything is on cuda:0, the only device of the process"
+    assert "one process has the devices of one host, here of host0 (2 hosts were given)" in plan.reasons[1]
+
+
 def test_16_bits_are_not_offered_to_cards_without_units_for_them():
     work = traced()
     with torch.device("meta"):
@@ -537,7 +543,13 @@ def test_stages_that_fit_only_with_fewer_layers_beside_the_head_are_found():
 
 
 @pytest.mark.parametrize(
-    "devices", ["2xRTX4090", "2xRTX4090,1xRTX3090", pytest.param("1xRTX4090,1xRTX3090", marks=pytest.mark.slow)]
+    "devices",
+    [
+        "2xRTX4090",
+        "2 hosts of 1xRTX4090",
+        "2xRTX4090,1xRTX3090",
+        pytest.param("1xRTX4090,1xRTX3090", marks=pytest.mark.slow),
+    ],
 )
 def test_one_device_answers_unless_ranks_are_twice_as_fast_unequal_or_not(devices):
     """A slower card beside it changes nothing. The model is recorded once for all sets of devices."""
