@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +80,9 @@ def make_plan(
     if chosen is not None:
         return _of_processes(chosen, loaded, target)
     profile = profile_of(loaded)
+    made_plan = partial(plan_measured, loaded.model, loaded.inputs, profile, cluster, **settings)
     with step("planning"):
-        plan = plan_measured(loaded.model, loaded.inputs, profile, cluster, **settings)
-    with step("pricing fewer bits"):
-        plan = with_hint(plan, profile, limited_to(cluster, settings["max_memory"]))
+        plan = with_hint(made_plan, profile, limited_to(cluster, settings["max_memory"]))
     made = _of_one(plan, loaded, profile, cluster, target)
     return made if wishes is None else _saying_processes(made, workload, cluster, settings, wishes)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import nn
@@ -64,8 +65,8 @@ def plan_asked(
     from autoshard.cluster.parse import limited_to
     from autoshard.search.fewer_bits import with_hint
 
-    plan = plan_measured(model, inputs, measured, cluster, max_memory=max_memory, **settings)
-    return with_hint(plan, measured, limited_to(cluster, max_memory))
+    made = partial(plan_measured, model, inputs, measured, cluster, max_memory=max_memory, **settings)
+    return with_hint(made, measured, limited_to(cluster, max_memory))
 
 
 def chosen_for(

@@ -86,9 +86,10 @@ def offload_refusal(lack: Lack | None, cluster: Cluster, computing: Sequence[str
             f"{' or '.join(computing)} more memory."
         )
     need, has = format_bytes(lack.need_bytes), format_bytes(lack.has_bytes)
-    disk = "" if "disk" in cluster.names else ', add a disk, as in {"disk": "500GiB"}'
+    disk = "" if "disk" in cluster.names else ", add a disk (disk=500GiB)"
+    size = " (cpu=128GiB; without a size it is what is free on this machine)" if lack.where == "cpu" else ""
     return (
         f"the model does not fit even with weights kept elsewhere between calls: {lack.what} takes {need} of "
         f"{lack.where}, which has room for {has}, {format_bytes(lack.need_bytes - lack.has_bytes)} too little. Give "
-        f"{lack.where} that much more{disk}, or use a smaller batch or a shorter sequence."
+        f"{lack.where} that much more{size}{disk}, or use a smaller batch or a shorter sequence."
     )

@@ -187,6 +187,14 @@ def test_one_process_on_one_host_of_two_says_why_the_other_is_not_used():
     assert "one process has the devices of one host, here of host0 (2 hosts were given)" in plan.reasons[1]
 
 
+def test_one_process_that_has_no_room_beside_a_cpu_is_offered_them_too():
+    with torch.device("meta"):
+        model = Decoder(8192, 20).to(torch.bfloat16)
+    given = {"inputs": {"ids": torch.zeros(1, 64, dtype=torch.long)}, "workload": Workload(batch_size=1, new_tokens=8)}
+    with pytest.raises(PlanError, match=r"cpu=128GiB; without a size .*disk=500GiB.* \(--dtype int8\) it fits: tp=2"):
+        autoshard.plan(model, "2x12GiB,cpu=4GiB", **given)
+
+
 def test_16_bits_are_not_offered_to_cards_without_units_for_them():
     work = traced()
     with torch.device("meta"):
