@@ -161,6 +161,20 @@ def alone(task: SearchTask, found: Searched) -> RecipeEstimate | None:
     return one
 
 
+SIMPLER = (
+    "takes more devices", "computes layers twice", "divides the model in more ways", "has more stages",
+    "divides sequences more", "divides experts more", "divides matrices more", "recomputes more", "shards parameters",
+)  # fmt: skip
+"""What a recipe does that is less simple, by the place in `_simplicity`."""
+
+
+def less_simple(one: RecipeEstimate, than: RecipeEstimate) -> str:
+    """The first thing that makes a recipe less simple than another; "" if it is as simple."""
+    pairs = zip(SIMPLER, _simplicity(one), _simplicity(than), strict=False)  # seconds are the last
+    word, own, other = next((row for row in pairs if row[1] != row[2]), ("", 0, 0))
+    return word if own > other else ""
+
+
 def _simplicity(one: RecipeEstimate) -> tuple[float, ...]:
     """Fewer devices first, then no layer computed twice, then fewer ways in which the model is divided, then seconds.
 

@@ -9,10 +9,12 @@ from autoshard.engine.memory import Memory, RecipeEstimate
 from autoshard.engine.precision import FEWER_BITS, PRECISIONS, inference_precision
 from autoshard.engine.recipe import Recipe
 from autoshard.plan.choices import Objective
-from autoshard.search.best import AS_GOOD, WORTH_STARTING, Searched, SearchTask, search
+from autoshard.search.best import WORTH_STARTING, Searched, SearchTask, less_simple, search
 
 NO_LESS = 0.95
 """Of the bytes with half as many devices: what still needs so much is not divided by more of them."""
+SLOWER = 1.005
+"""Times as long as another, from which on a recipe is said to be slower: less is shown as the same."""
 WHAT: Mapping[str, str] = {
     "dp": "replicas that keep all parameters of their part",
     "fsdp": "replicas of which each keeps a part of all parameters, gradients and optimizer state (FSDP)",
@@ -43,7 +45,7 @@ def explain(task: SearchTask, found: Searched, *, instead_of: RecipeEstimate | N
             f"{shown_mesh(instead_of.recipe)} would take {format_seconds(instead_of.seconds)} instead of "
             f"{format_seconds(best.seconds)}: less than {WORTH_STARTING:g} times as fast; ask for it with --mesh",
         )
-    return (*reasons, *_others(task, found), launch_command(task, best.recipe))
+    return (*reasons, *_others(task, found, instead_of), launch_command(task, best.recipe))
 
 
 def _what(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
@@ -110,7 +112,8 @@ def _where_time_goes(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
 
 def _memory(task: SearchTask, best: RecipeEstimate) -> Iterator[str]:
     needed, shown = format_bytes(best.memory.used), _largest(best.memory, 4)
-    yield f"the fullest rank needs {needed} of {format_bytes(task.card.memory_bytes)}: {shown}"
+    free = f" ({task.given.reserve:.0%} of each card is kept free)" if task.given.reserve else ""
+    yield f"the fullest rank needs {needed} of {format_bytes(task.card.memory_bytes)}{free}: {shown}"
 
 
 def _largest(memory: Memory, count: int) -> str:
@@ -119,35 +122,25 @@ def _largest(memory: Memory, count: int) -> str:
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in kinds if nbytes)
 
 
-def _others(task: SearchTask, found: Searched) -> Iterator[str]:
-    """The runner-up, and the best of what differs in kind."""
+def _others(task: SearchTask, found: Searched, said: RecipeEstimate | None) -> Iterator[str]:
+    """The three best of the other meshes; `said`: the one of which was spoken before."""
     assert found.best is not None
-    best, kinds = found.best, {_kind(found.best.recipe)}
-    shown = 0
-    for other in found.ranking:
-        if _kind(other.recipe) in kinds or shown == 3:
-            continue
-        kinds.add(_kind(other.recipe))
-        shown += 1
+    best, meshes = found.best, [one.recipe.mesh for one in (found.best, said) if one is not None]
+    for other in [one for one in found.ranking if one.recipe.mesh not in meshes][:3]:
         factor = other.value(task.goal) / best.value(task.goal)
+        why = f", but it {word}" if factor < SLOWER and (word := less_simple(other, best)) else ""
         long = f"{format_seconds(other.seconds)}, {beside(factor, task.goal)}"
-        yield f"not chosen: {shown_mesh(other.recipe)}: {long}"
+        yield f"not chosen: {shown_mesh(other.recipe)}: {long}{why}"
     fit = _counted(len(found.ranking), "mesh fits", "meshes fit")
     yield f"{_counted(found.priced, 'recipe')} priced, and {fit}"
 
 
 def beside(factor: float, goal: Objective) -> str:
     """Say how long another recipe takes, or how much memory, as a multiple of the one that is taken."""
-    long, less, faster = ("the memory", " memory", "smaller") if goal == "memory" else ("as long", "", "faster")
-    if factor >= 1.005:
+    long, less, same = ("the memory", " memory", "much") if goal == "memory" else ("as long", "", "long")
+    if factor >= SLOWER:
         return f"{factor:.2f} times {long}"
-    if factor * AS_GOOD < 1:
-        return f"{1 - factor:.0%} less{less}"
-    return f"no {faster} by enough for what it adds"
-
-
-def _kind(recipe: Recipe) -> tuple[bool, ...]:
-    return tuple(degree > 1 for degree in recipe.mesh.values())
+    return f"{1 - factor:.0%} less{less}" if factor * SLOWER < 1 else f"about as {same}"
 
 
 def launch_command(task: SearchTask, recipe: Recipe) -> str:

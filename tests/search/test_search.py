@@ -14,6 +14,7 @@ from torch import nn
 
 import autoshard
 from autoshard.cluster.parse import parse_devices
+from autoshard.common.sizes import format_seconds
 from autoshard.engine.recipe import Recipe
 from autoshard.errors import PlanError, SpecError
 from autoshard.plan import Mesh, Plan
@@ -24,7 +25,7 @@ from autoshard.search.compared import compare_processes
 from autoshard.search.estimates import estimate_processes
 from autoshard.search.limits import Asked, Limits, check_given, parse_mesh
 from autoshard.search.processes import make_task, plan_processes, recipe_of
-from autoshard.search.reasons import remedy, take_less
+from autoshard.search.reasons import explain, remedy, shown_mesh, take_less
 from autoshard.search.traced import trace, why_undivided
 from tests.models import by_name
 from tests.search.models import Decoder, Layer, traced
@@ -193,6 +194,19 @@ def test_one_process_that_has_no_room_beside_a_cpu_is_offered_them_too():
     given = {"inputs": {"ids": torch.zeros(1, 64, dtype=torch.long)}, "workload": Workload(batch_size=1, new_tokens=8)}
     with pytest.raises(PlanError, match=r"cpu=128GiB; without a size .*disk=500GiB.* \(--dtype int8\) it fits: tp=2"):
         autoshard.plan(model, "2x12GiB,cpu=4GiB", **given)
+
+
+def test_the_nearest_of_the_others_are_named_with_what_stands_against_faster_ones():
+    task = task_on("8xA100-40GB")
+    found = search(task)
+    first, second, *_ = found.ranking
+    said = " ".join(explain(task, replace(found, best=first)))
+    named = [f"not chosen: {shown_mesh(one.recipe)}: " in said for one in found.ranking[1:]]
+    assert named == [at < 3 for at in range(len(named))]
+    twice = replace(second, recipe=replace(second.recipe, recompute="full"), seconds=0.98 * first.seconds)
+    said = " ".join(explain(task, replace(found, best=first, ranking=(twice, first))))
+    assert f"{shown_mesh(twice.recipe)}: {format_seconds(twice.seconds)}, 2% less, but it computes layers twice" in said
+    assert "(5% of each card is kept free)" in said
 
 
 def test_16_bits_are_not_offered_to_cards_without_units_for_them():
