@@ -39,7 +39,7 @@ def _metavar(argument: Any) -> str:
 def _shown(part: Any) -> str:
     if part.param_type_name == "argument":
         return _metavar(part)
-    flag = ", ".join(part.opts)
+    flag = ", ".join([*part.opts, *part.secondary_opts])
     return flag if part.is_flag else f"{flag} {part.metavar or part.name.upper()}"
 
 

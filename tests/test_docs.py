@@ -2,6 +2,7 @@
 
 import pathlib
 import re
+import runpy
 
 import pytest
 
@@ -34,6 +35,12 @@ def test_messages_are_those_of_the_package():
     source = "\n".join(path.read_text() for path in (ROOT / "autoshard").rglob("*.py"))
     assert len(said) > 10
     assert [message for pair in said for message in pair if message not in source] == []
+
+
+def test_the_reference_of_commands_is_what_they_say():
+    said = runpy.run_path(str(ROOT / "docs/commands.py"))["page"]()
+    assert said == (ROOT / "docs/reference/command-line.md").read_text(), "run python docs/commands.py"
+    assert "`--compile, --eager`" in said
 
 
 def test_every_page_is_in_the_menu():

@@ -29,6 +29,39 @@ def placed():
     return plan, profile, cluster_of(plan.devices)
 
 
+class Masked(nn.Module):
+    """Takes a view of a mask, which is made where the mask is, and copied from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, state):
+        return {"x": self.linear(state["x"]) * state["mask"][:, None], "mask": state["mask"]}
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Masked(), Masked()])
+
+    def forward(self, state):
+        for layer in self.layers:
+            state = layer(state)
+        return state["x"]
+
+
+def test_what_a_module_copies_to_itself_does_not_go_from_it():
+    model, inputs = Twice(), ({"x": torch.zeros(2, 64), "mask": torch.ones(2, dtype=torch.bool)},)
+    profile = autoshard.profile(model, inputs)
+    plan = autoshard.plan(model, "2x1MiB", inputs=inputs, pins={"layers.0": 0, "layers.1": 1})
+    cluster = cluster_of(plan.devices)
+    estimate = autoshard.estimate(plan, profile, cluster)
+    assert any(one.producer == one.consumer == "layers.1" for one in estimate.transfers), estimate.transfers
+    (out,) = (one for one in explain(plan, profile, cluster, "layers.1").sentences if "goes from it" in one)
+    assert out.startswith("512 B goes from it")
+
+
 def test_a_module_elsewhere_is_priced_as_the_plan_it_would_be(placed):
     plan, profile, cluster = placed
     found = explain(plan, profile, cluster, "2")

@@ -15,7 +15,16 @@ from autoshard.cli.console import IMPOSSIBLE, command, errors, output, print_jso
 from autoshard.cli.machine import doctor_command, run_command
 from autoshard.cli.opening import Opened, make_largest, make_plan, open_plan, read_plan
 from autoshard.cli.reporting import compare_command, explain_command, report_command, trace_command
-from autoshard.cli.steps import capturing, check_same_model, devices_of, load, load_skeleton, load_to_run, profile_of
+from autoshard.cli.steps import (
+    capturing,
+    check_same_model,
+    devices_of,
+    load,
+    load_skeleton,
+    load_to_run,
+    loading_for,
+    profile_of,
+)
 from autoshard.common.files import check_writable
 from autoshard.common.start import end_quietly, leave
 from autoshard.errors import PlanError, SpecError
@@ -148,7 +157,8 @@ def verify_command(
         workload = plan.workload
     cluster = None if plan is not None else devices_of(devices, settings["max_memory"])
     count = len(plan.devices) if plan is not None and needs_processes(plan) else 0
-    loaded = load_skeleton(target, workload, count) if count else load_to_run(target, workload)
+    with loading_for(plan_file, plan.workload if plan is not None else None, workload):
+        loaded = load_skeleton(target, workload, count) if count else load_to_run(target, workload)
     profile = profile_of(loaded)
     if plan is not None:
         check_same_model(plan, profile, plan_file or "")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoshard.cli.console import errors, step
-from autoshard.cli.steps import capturing, check_same_model, devices_of, load, profile_of
+from autoshard.cli.steps import capturing, check_same_model, devices_of, load, loading_for, profile_of
 from autoshard.common.sizes import format_seconds
 from autoshard.errors import AutoshardError, PlanError, SpecError
 from autoshard.plan import PLAN_FORMAT, Plan
@@ -81,7 +81,7 @@ def make_plan(
         return _of_processes(chosen, loaded, target)
     profile = profile_of(loaded)
     made_plan = partial(plan_measured, loaded.model, loaded.inputs, profile, cluster, **settings)
-    with step("planning"):
+    with capturing(loaded, "planning"):
         plan = with_hint(made_plan, profile, limited_to(cluster, settings["max_memory"]))
     made = _of_one(plan, loaded, profile, cluster, target)
     return made if wishes is None else _saying_processes(made, workload, cluster, settings, wishes)
@@ -200,8 +200,9 @@ def open_plan(
 
     plan = read_plan(plan_file)
     wanted = model_of(plan, plan_file, target)
-    asked = change(plan.workload) if change is not None else plan.workload
-    if asked != plan.workload:
+    planned = plan.workload
+    asked = change(planned) if change is not None else planned
+    if asked != planned:
         plan = for_workload(plan, asked) if plan.launch else for_size(plan, asked)
         plan = replace(plan, reasons=("planned for another workload, and not again for what is priced here",))
     unknown = [device.name for device in plan.devices if not device.memory_bytes]
@@ -211,7 +212,9 @@ def open_plan(
             f"--devices '{len(unknown)}x24GiB'."
         )
     cluster = cluster_of(plan.devices) if devices is None else devices_of(devices, {})
-    loaded, traced = load(wanted, asked), None
+    traced = None
+    with loading_for(plan_file, planned, asked):
+        loaded = load(wanted, asked)
     if plan.launch:
         with capturing(loaded):
             traced = trace(loaded.model, loaded.inputs, asked)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoshard.cli.console import step
 from autoshard.common.sizes import format_bytes
-from autoshard.errors import CaptureError, PlanError
+from autoshard.errors import CaptureError, PlanError, SpecError
 from autoshard.plan.placement import check_known_in
 from autoshard.plan.workload import Workload
 
@@ -70,7 +70,15 @@ def profile_of(target: "Target") -> "Profile":
     from autoshard.api import profile
 
     with capturing(target):
-        return profile(target.model, target.inputs, workload=target.workload)
+        found = profile(target.model, target.inputs, workload=target.workload)
+    model = target.model
+    answers = found.further is not None or hasattr(model, "generate") or hasattr(model, "config")
+    if target.workload.generates and not answers:
+        raise SpecError(
+            f"--new-tokens has no effect: {type(model).__name__} has no generate(), and its forward no step after the "
+            "prompt. Leave it out, or give 0."
+        )
+    return found
 
 
 @contextlib.contextmanager
@@ -81,6 +89,26 @@ def capturing(target: "Target", what: str = "running the model without its weigh
             yield
     except CaptureError as error:
         raise CaptureError(f"{error} {target.hint}".strip()) from error
+    except PlanError as error:
+        if "fit" not in str(error) or not target.assumed:
+            raise
+        raise PlanError(f"{error} {target.assumed}") from error
+
+
+@contextlib.contextmanager
+def loading_for(plan_file: str | None, planned: Workload | None, workload: Workload) -> Iterator[None]:
+    """Raise `PlanError` where TARGET can't have the length that a plan was made for, unless another one was typed."""
+    from autoshard.cli.target import LengthError
+
+    try:
+        yield
+    except LengthError as error:
+        if planned is None or planned.sequence_length != workload.sequence_length:
+            raise
+        raise PlanError(
+            f"{plan_file} was made for another model, or for other inputs: its sequences have "
+            f"{workload.sequence_length} tokens, as no example_inputs here. Plan this one again with `autoshard plan`."
+        ) from error
 
 
 def check_same_model(plan: "Plan", profile: "Profile", plan_file: str) -> None:

@@ -25,6 +25,10 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]*\w").fullmatch
 SHAPE_ARGUMENTS = ("batch_size", "sequence_length")
 
 
+class LengthError(SpecError):
+    """The inputs of the user's file can't have the length that is asked for."""
+
+
 class UserCodeError(AutoshardError):
     """The user's file raised; the message holds the part of the traceback that is theirs."""
 
@@ -38,6 +42,7 @@ class Target:
         inputs: what capture takes; None: derived from the model's configuration and the workload.
         notes: what a person should know about how it was built.
         hint: what to do if the model can't be run.
+        assumed: what was assumed of its inputs, for who is told that it does not fit.
         sizes: the workload with the batch and length of the inputs, as far as they are known and can be others.
     """
 
@@ -47,6 +52,7 @@ class Target:
     workload: Workload
     notes: tuple[str, ...] = ()
     hint: str = ""
+    assumed: str = ""
     sizes: Workload | None = None
 
 
@@ -84,7 +90,11 @@ def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Tar
     note = quantization_note(model)
     shaped = _shaped(workload, model)
     notes = (note,) if note else ()
-    return Target(model=model, title=title or str(path), inputs=None, workload=shaped, notes=notes, sizes=shaped)
+    tokens = shaped.sequence_length if workload.sequence_length is None else None
+    assumed = f"Sequences of {tokens} tokens were assumed: --seq says another length." if tokens else ""
+    return Target(
+        model=model, title=title or str(path), inputs=None, workload=shaped, notes=notes, assumed=assumed, sizes=shaped
+    )  # fmt: skip
 
 
 def _shaped(workload: Workload, model: nn.Module) -> Workload:
@@ -175,7 +185,7 @@ def _inputs(path: Path, module: ModuleType, workload: Workload) -> Any:
     length = given.get("sequence_length")
     there = any(length in tensor.shape for _, tensor in tensors_in(inputs))  # in a plan of such inputs, say
     if length is not None and "sequence_length" not in wanted and not there:
-        raise SpecError(
+        raise LengthError(
             f"--seq has no effect: the lengths are those of example_inputs in {path}. Leave it out, or write "
             "def example_inputs(sequence_length): there."
         )

@@ -259,6 +259,8 @@ def _item(text: str, host: str) -> Iterator[_Wanted]:
         repeated = re.fullmatch(r"([0-9]+)\s+(.+)", text, re.DOTALL)
     if repeated is not None:
         count, text = _number(repeated[1], "devices"), repeated[2].strip()
+    if re.fullmatch(r"[0-9.]+\s*[kmgt]?b(it)?p?s", text, re.IGNORECASE):
+        raise SpecError(f"{shown(text)} is neither a size nor the speed of a network. Write for example 1600Gb/s.")
     if re.match(r"[0-9.]", text) and not _is_hardware(text):
         wanted = _Wanted(memory_bytes=_size(text, "a device's memory"), host=host, asked=text)
     else:

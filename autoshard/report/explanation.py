@@ -186,7 +186,7 @@ def _placed_module(plan: Plan, profile: Profile, estimate: Estimate, subject: st
             share = row.peak_bytes / max(row.memory_bytes, 1)
             yield f"{row.name} is {share:.0%} full at its peak ({format_bytes(row.free_bytes)} free)"
     if subject:
-        yield from _crossing(estimate, subject)
+        yield from _crossing(estimate, subject, devices_of_it)
     if estimate.pipelining is not None:
         yield from _stage_sentences(plan, estimate.pipelining, [*placed])
 
@@ -251,9 +251,9 @@ def _offloaded(plan: Plan, subject: str) -> Iterator[str]:
         yield f"{len(inside)} modules of it are kept on {kept} and brought to their device for each call."
 
 
-def _crossing(estimate: Estimate, subject: str) -> Iterator[str]:
-    into = [t for t in estimate.transfers if is_below(t.consumer, subject)]
-    out = [t for t in estimate.transfers if is_below(t.producer, subject)]
+def _crossing(estimate: Estimate, subject: str, devices_of_it: list[str]) -> Iterator[str]:
+    into = [t for t in estimate.transfers if is_below(t.consumer, subject) and t.destination in devices_of_it]
+    out = [t for t in estimate.transfers if is_below(t.producer, subject) and t.source in devices_of_it]
     for rows, words in ((into, "comes to it from other devices"), (out, "goes from it to other devices")):
         if rows:
             nbytes, seconds = sum(row.nbytes for row in rows), sum(row.seconds for row in rows)

@@ -22,7 +22,8 @@ def print_mesh(console: Console, plan: Plan) -> None:
     print_section(console, "Mesh", ", ".join(f"{name}={degree}" for name, degree in degrees.items()) or "one device")
     rows: list[list[CellText]] = [[name, str(degree), WHAT[name]] for name, degree in degrees.items()]
     if plan.launch and plan.workload.training:
-        rows.append(["micro-batch", str(plan.micro_batch), f"samples, {plan.num_microbatches} of them per step"])
+        samples = "1 sample" if plan.micro_batch == 1 else f"{plan.micro_batch} samples"
+        rows.append(["micro-batches", str(plan.num_microbatches), f"per step, of {samples} each"])
         rows += [["recompute", plan.recompute, ""], ["precision", plan.precision, ""]]
     elif plan.num_microbatches > 1:
         rows.append(["micro-batches", str(plan.num_microbatches), "per step" if plan.workload.training else "per pass"])

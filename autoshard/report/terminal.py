@@ -282,7 +282,7 @@ def capture_notes(profile: Profile) -> list[str]:
 def estimate_notes(estimate: Estimate) -> list[str]:
     """Say what the runtime does beside placing modules."""
     notes = []
-    if estimate.mixed_device:
+    if estimate.mixed_device and sum(device.peak_bytes > 0 for device in estimate.devices) > 1:
         some = _some(estimate.mixed_device)
         notes.append(f"Tensors of several devices meet inside {some}: its ops are watched there, which costs time.")
     if estimate.written_back:

@@ -27,7 +27,11 @@ def compare_all(request: Request) -> Comparison:
     every = candidates_of(request)
     if "column-parallel" not in [one.name for one in every]:  # one process runs all ranks, but not at once, as priced
         named.insert(0, Candidate(name="column-parallel", make=lambda: cut(request), usable=False))
-    ours = compare([*every, *named], request.profile, request.limited, request.objective, price=request.price)
+    try:
+        ours = compare([*every, *named], request.profile, request.limited, request.objective, price=request.price)
+    except PlanError:
+        place(request, "auto")  # its refusal says what would help
+        raise
     theirs = [_priced(one, request) for one in peer_maps(request.model, request.limited)]
     written: Mapping[str, str] | None = getattr(request.model, "_tp_plan", None)
     if written:

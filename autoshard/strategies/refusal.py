@@ -42,9 +42,9 @@ def refusal(chain: Chain, cluster: Cluster, graph: ModelGraph, works: Callable[[
     lack = f", {format_bytes(need - has)} too little" if need > has else ""
     return (
         f"the model does not fit: spread as evenly as possible, {chain.devices[device]} needs {format_bytes(need)} "
-        f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest}). "
+        f"and has {format_bytes(has)} for tensors{lack} (largest there: {largest})."
     ) + (
-        pairs_of_tokens(graph) + _remedy(chain, cluster, device, max(need - has, 1.0), float(sizes.max()), works)
+        f" {pairs_of_tokens(graph)}" + _remedy(chain, cluster, device, max(need - has, 1.0), float(sizes.max()), works)
         if works else ""
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,11 @@ def test_devices_calibrate():
     [
         (["--devices", "2xpotato"], "potato"),
         (["--devices", "2x0GiB"], "0GiB"),
+        (["--devices", "2xA100-40GB, 1600Gbs"], "neither a size nor the speed of a network"),
         (["--strategy", "greedy"], "greedy"),
         (["--batch", "-3"], "Invalid value for '--batch'"),
         (["--new-tokens", "-1"], "--new-tokens"),
+        (["--new-tokens", "4"], "--new-tokens has no effect: Sequential has no generate()"),
         (["--batch", "many"], "valid integer"),
         (["--seq", "7"], "--seq has no effect"),
         (["--optimizer", "adamw"], "--train"),
@@ -171,11 +174,29 @@ def test_a_device_file_is_written_not_replaced(file):
     assert not Path(os.devnull).is_file()
 
 
+def test_a_comparison_of_what_does_not_fit_says_what_would_help(file):
+    said = command("compare", file, "--devices", "2x300KiB", expect=1).stderr
+    assert "It was checked that it fits" in " ".join(said.split())
+
+
+def test_tensors_of_several_devices_meet_only_where_there_are_several(tmp_path):
+    net = "class Net(nn.Linear):\n    def forward(self, x):\n        return x * self.bias\n"
+    (tmp_path / "meet.py").write_text(
+        f"import torch\nfrom torch import nn\n{net}model = Net(4, 4)\nexample_inputs = torch.zeros(2, 4)\n"
+    )
+    assert "meet inside" not in command("plan", tmp_path / "meet.py", "--devices", "2x8MiB").stdout
+
+
 def test_plans_that_do_not_belong(file, tmp_path):
     out, other = tmp_path / "plan.json", tmp_path / "other.py"
     command("plan", file, "--devices", TWO_SMALL, "-o", out)
     other.write_text(MODEL.replace("256", "128"))
     assert "another model" in command("estimate", out, other, expect=1).stderr
+    plan = Plan.load(out)
+    replace(plan, workload=replace(plan.workload, sequence_length=512)).save(out)  # which example_inputs don't have
+    for arguments in (["estimate", out, other], ["verify", other, "--plan", out]):
+        assert "another model" in command(*arguments, expect=1).stderr
+    assert "--seq has no effect" in command("estimate", out, other, "--seq", "7", expect=2).stderr
     assert "does not exist" in command("estimate", tmp_path / "none.json", file, expect=2).stderr
     out.write_text(out.read_text()[:-30])
     assert "damaged" in command("estimate", out, file, expect=1).stderr

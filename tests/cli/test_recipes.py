@@ -34,7 +34,15 @@ def test_a_recipe_is_given_and_the_rest_chosen(net, tmp_path):
     out = tmp_path / "plan.json"
     done = run("plan", net, "-d", "8xA100-40GB", "--train", "--batch", "64", "--mesh", "fsdp=4,tp=2", "-o", out)
     assert done.exit_code == 0, done.output
-    for words in ("fsdp=4, tp=2", "one training step", "samples/s", "Memory over a step", "--nproc-per-node=8"):
+    for words in (
+        "fsdp=4, tp=2",
+        "per step, of ",
+        " each",
+        "one training step",
+        "samples/s",
+        "Memory over a step",
+        "--nproc-per-node=8",
+    ):
         assert words in done.output
     plan = Plan.load(out)
     assert plan.mesh is not None and (plan.mesh.fsdp, plan.mesh.tp, plan.mesh.dp) == (4, 2, 1)

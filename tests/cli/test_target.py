@@ -171,6 +171,9 @@ def test_a_configuration_builds_its_model_on_meta_in_its_dtype(tmp_path):
     assert has_weights(again.model)
     shown = CliRunner().invoke(app, ["profile", str(tmp_path), "--new-tokens", "3"])
     assert shown.exit_code == 0 and "Cache" in shown.output and "taken to be" not in shown.output
+    for words in ([], ["--seq", "16"]):
+        refused = CliRunner().invoke(app, ["plan", str(tmp_path), "--devices", "1x20KiB", *words])
+        assert refused.exit_code == 1 and ("tokens were assumed" in refused.output) == (not words), refused.output
 
 
 def test_skeletons_keep_ties_grad_flags_and_buffers():
