@@ -75,8 +75,8 @@ def profile_of(target: "Target") -> "Profile":
     answers = found.further is not None or hasattr(model, "generate") or hasattr(model, "config")
     if target.workload.generates and not answers:
         raise SpecError(
-            f"--new-tokens has no effect: {type(model).__name__} has no generate(), and its forward no step after the "
-            "prompt. Leave it out, or give 0."
+            f"--new-tokens has no effect: {type(model).__name__} has no generate(), and no step after the prompt "
+            "could be recorded. Leave it out, or give 0."
         )
     return found
 
@@ -107,7 +107,7 @@ def loading_for(plan_file: str | None, planned: Workload | None, workload: Workl
             raise
         raise PlanError(
             f"{plan_file} was made for another model, or for other inputs: its sequences have "
-            f"{workload.sequence_length} tokens, as no example_inputs here. Plan this one again with `autoshard plan`."
+            f"{workload.sequence_length} tokens, and example_inputs has none of that length. Plan this one again with `autoshard plan`."
         ) from error
 
 

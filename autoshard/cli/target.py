@@ -91,7 +91,7 @@ def _from_huggingface(path: Path, workload: Workload, with_weights: bool) -> Tar
     shaped = _shaped(workload, model)
     notes = (note,) if note else ()
     tokens = shaped.sequence_length if workload.sequence_length is None else None
-    assumed = f"Sequences of {tokens} tokens were assumed: --seq says another length." if tokens else ""
+    assumed = f"Sequences of {tokens} tokens were assumed; give another length with --seq." if tokens else ""
     return Target(
         model=model, title=title or str(path), inputs=None, workload=shaped, notes=notes, assumed=assumed, sizes=shaped
     )  # fmt: skip
