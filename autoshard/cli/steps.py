@@ -107,7 +107,8 @@ def loading_for(plan_file: str | None, planned: Workload | None, workload: Workl
             raise
         raise PlanError(
             f"{plan_file} was made for another model, or for other inputs: its sequences have "
-            f"{workload.sequence_length} tokens, and example_inputs has none of that length. Plan this one again with `autoshard plan`."
+            f"{workload.sequence_length} tokens, and example_inputs has none of that length. "
+            "Plan this one again with `autoshard plan`."
         ) from error
 
 
