@@ -180,9 +180,9 @@ def test_a_comparison_of_what_does_not_fit_says_what_would_help(file):
 
 
 def test_tensors_of_several_devices_meet_only_where_there_are_several(tmp_path):
-    net = "class Net(nn.Linear):\n    def forward(self, x):\n        return x * self.bias\n"
+    net = "class Net(nn.Linear):\n    def forward(self, x):\n        return x['a'] * self.bias\n"
     (tmp_path / "meet.py").write_text(
-        f"import torch\nfrom torch import nn\n{net}model = Net(4, 4)\nexample_inputs = torch.zeros(2, 4)\n"
+        f"import torch\nfrom torch import nn\n{net}model = Net(4, 4)\nexample_inputs = ({{'a': torch.zeros(2, 4)}},)\n"
     )
     assert "meet inside" not in command("plan", tmp_path / "meet.py", "--devices", "2x8MiB").stdout
 
