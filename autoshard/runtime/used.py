@@ -74,10 +74,16 @@ class Used:
         for block, inside in by_block(model, [module for module, _ in self.places]):
             self.notes.append(_Note(self, inside))
             self.handles.append(before_block(block, self.notes[-1].__call__))
+        self.handles.append(before_block(model, self._forget))
+
+    def _forget(self, *hooked: Any) -> None:
+        """Forget who was used for gradients that are gone, also of blocks that this forward does not run."""
+        if not self.accumulates and torch_private.autograd_node() is None:
+            self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
 
     def accumulate(self) -> None:
         """Whole gradients are added up from now on, until they are averaged: forget who was used for earlier ones."""
-        self.seen -= {index for index, one in enumerate(self.parameters) if one.grad is None}
+        self._forget()
         self.accumulates = True
 
     def follow_steps(self) -> None:

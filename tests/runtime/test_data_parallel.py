@@ -208,6 +208,40 @@ def sharded_habits():
         model(**mine)
 
 
+class Skipping(nn.Module):
+    """A residual block that steps may skip, as those with layer dropout do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.skipped = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), -1
+
+    def forward(self, x):
+        for index, layer in enumerate(self.layers):
+            x = x if index == self.skipped else x + layer(x).tanh()
+        return x.square().mean()
+
+
+def skipped_later():
+    """A block that ran in the first step and in no later one has no gradient there, so the optimizer leaves it."""
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model, given = Skipping(), {"x": torch.randn(8, 8)}
+        alone = copy.deepcopy(model)
+        autoshard.apply(model, plan_for(model, given, 2, sharded))
+        optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (model, alone)]
+        for skipped in (-1, 1, 1):
+            model.skipped = alone.skipped = skipped
+            model(**own_rows(given)).backward()
+            alone(**given).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert (model.layers[1].weight.grad is None) == (skipped == 1)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        autoshard.remove(model)
+        assert difference(model.parameters(), alone.parameters()) < 1e-5
+
+
 def scalar_habits():
     """Accumulating with scalars, one step by kernels for lists of tensors, and what a rank does on its own."""
     model, make = start("experts")
@@ -269,7 +303,7 @@ def refusals():
 @sharded_replicas
 def test_two_ranks(tmp_path):
     """Steps equal to those of one process, replicated and sharded; and what people do with replicas."""
-    jobs = {one.__name__: (one,) for one in (answers, sharded_habits, scalar_habits, refusals)} | {
+    jobs = {one.__name__: (one,) for one in (answers, sharded_habits, skipped_later, scalar_habits, refusals)} | {
         "saved": (saved, str(tmp_path))
     }
     trained = {(name, sharded): (train_on_ranks, name, sharded) for name in MODELS for sharded in (False, True)}
