@@ -297,12 +297,7 @@ def _show_plan(opened: Opened, as_json: bool) -> bool:
     plan, profile, cluster, title = opened.plan, opened.profile, opened.cluster, opened.loaded.title
     estimate, notes = opened.estimate(), (*opened.loaded.notes, *cluster.notes)
     if as_json:
-        document = plan_document(plan, estimate, profile, title=title, notes=notes)
-        if estimate.ranks:  # no bound is known of processes, and each rank has its waits
-            unknown = {"lower_bound_seconds", "gap", "collective_seconds", "all_reduces", "all_gathers"}
-            unknown |= set() if plan.workload.training else {"exposed_seconds"}
-            document["estimate"] = {name: one for name, one in document["estimate"].items() if name not in unknown}
-        print_json(document)
+        print_json(plan_document(plan, estimate, profile, title=title, notes=notes))
     else:
         kinds = {device.name: device.kind for device in cluster.devices}
         print_plan(output(), plan, estimate, profile, title=title, kinds=kinds, notes=notes)

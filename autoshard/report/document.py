@@ -21,7 +21,7 @@ def plan_document(
         "version": VERSION,
         "model": _model(profile, title),
         "plan": json.loads(plan.to_json()),
-        "estimate": estimate_data(estimate),
+        "estimate": estimate_data(estimate, training=plan.workload.training),
         "notes": list(notes),
     }
 
@@ -46,8 +46,8 @@ def profile_document(profile: Profile, *, title: str = "", notes: Iterable[str] 
     }
 
 
-def estimate_data(estimate: Estimate) -> dict[str, Any]:
-    """Return an estimate as plain data, with what is derived from its fields."""
+def estimate_data(estimate: Estimate, *, training: bool = True) -> dict[str, Any]:
+    """Return an estimate as plain data, with what is derived from its fields, and without what is not known of it."""
     data = asdict(estimate) | {"fits": estimate.fits}
     for device, row in zip(estimate.devices, data["devices"], strict=True):
         row["free_bytes"] = device.free_bytes
@@ -55,6 +55,11 @@ def estimate_data(estimate: Estimate) -> dict[str, Any]:
         del data["pipelining"]["events"]
     if estimate.streaming is not None:
         data["streaming"]["nbytes"] = estimate.streaming.nbytes
+    if estimate.ranks:  # no bound is known of processes, and each rank has its waits
+        for name in ("lower_bound_seconds", "gap", "collective_seconds", "all_reduces", "all_gathers"):
+            del data[name]
+        if not training:
+            del data["exposed_seconds"]
     return data
 
 
