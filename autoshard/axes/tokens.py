@@ -31,7 +31,7 @@ from autoshard.plan.sharding import ATTENTION, Action, Cut, Results, even_shares
 
 _SHAPING = frozenset({"view", "reshape", "_unsafe_view", "expand", "zeros", "ones", "empty", "new_zeros", ATTENTION})
 """Ops that may be given sizes: what they make has these. Of attention, whether it is causal is written as a mask."""
-_ENTERING = ("collect", "whole", "copy_to", "divide")
+_ENTERING = ("collect", "whole", "copy_to", "own")
 """Kinds of actions on what ops read."""
 _DRAWS = ("bernoulli", "rand", "normal", "multinomial", "exponential")
 """Beginnings of names of ops whose result is another one for each element that is drawn."""
@@ -185,7 +185,7 @@ class _Zone:
         divided: value -> the dimension of its tokens; merged: those of them in which it is that of other rows as well.
         entering: by kind of action, values on which ops need it, with those ops. collect: divided ones that ops on a
             rank's columns read; whole: divided ones that ops read which do not work on each token by itself; copy_to:
-            whole ones without tokens that divided tokens meet; divide: whole ones with tokens, beside divided ones.
+            whole ones without tokens that divided tokens meet; own: whole ones with tokens, beside divided ones.
         scattered: ops that sum over ranks, whose results are divided; dropped: those that drop divided elements.
         merges: such are followed, which can't be put together for an op that needs all tokens.
         attends, attended: attention of queries here to keys and values of all ranks is followed; ops that are such.
@@ -313,7 +313,7 @@ class _Zone:
         if merged and not self.merges:
             return False
         for value in whole:
-            self._needs("divide", value, index)
+            self._needs("own", value, index)
         for value in others:
             if value not in whole and value not in parameters and value in self.lookup.differentiable:
                 self._needs("copy_to", value, index)
@@ -401,7 +401,7 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
     actions += [places.dropping_at(index, zone.divided, axis) for index in zone.dropped]
     for kind, values in zone.entering.items():
         for value, readers in values.items():
-            dim = zone.place(value) if kind == "divide" else zone.divided.get(value, 0)
+            dim = zone.place(value) if kind == "own" else zone.divided.get(value, 0)
             actions += places.entering_at(kind, value, readers, dim, "" if kind == "copy_to" else axis)
     tokens = Cut(
         blocks=region.paths, size=degree, shares=(1,) * degree, shards=(), actions=tuple(dict.fromkeys(actions)),
@@ -412,13 +412,14 @@ def _cuts(zone: _Zone, cuts: Sequence[Cut], chains: Sequence[tuple[str, str]]) -
     dims = len(graph.values[stream.given].shape)
     begin = Action(kind="divide", module="", argument=given, dim=stream.dim, dims=dims, axis=axis)
     end = replace(begin, kind="join", argument=made)
-    ends = [
-        replace(tokens, blocks=(path,), summed=(), actions=(action,))
-        for first, last in chains for path, action in ((first, begin), (last, end))
-    ]  # fmt: skip
+    begins, ends = (
+        [replace(tokens, blocks=(chain[at],), summed=(), actions=(action,)) for chain in chains]
+        for at, action in enumerate((begin, end))
+    )
     if not zone.attends:  # elsewhere `depends_on_length` looks at what becomes of sizes
         _check_sizes(zone, tokens)
-    return [*(replace(cut, actions=tuple(left[cut])) for cut in cuts), tokens, *ends]
+    # Actions at one call are carried out in this order: a block divides what it is given before it collects that.
+    return [*(replace(cut, actions=tuple(left[cut])) for cut in cuts), *begins, tokens, *ends]
 
 
 def _check_sizes(zone: _Zone, tokens: Cut) -> None:

@@ -165,7 +165,7 @@ def _check_stages(plan: Any) -> None:
 
 
 _OF_NO_TENSOR = (
-    "divide", "scatter", "whole", "collect", "join", "context", "spread_tokens", *LOSSES, "dispatch",
+    "divide", "own", "scatter", "whole", "collect", "join", "context", "spread_tokens", *LOSSES, "dispatch",
 )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ import numpy
 
 ActionKind = Literal[
     "reduce", "mean", "copy_to", "slice", "gather", "lookup", "dropout", "copy_from", "restore", "length", "scatter",
-    "collect", "whole", "divide", "join", "context", "dispatch", "spread", "loss", "loss_in_parts", "spread_tokens",
-    "dropout_tokens",
+    "collect", "whole", "divide", "join", "own", "context", "dispatch", "spread", "loss", "loss_in_parts",
+    "spread_tokens", "dropout_tokens",
 ]  # fmt: skip
 
 LONGEST_DIMENSION = 2**27
@@ -67,8 +67,9 @@ class Action:
     scatter   result            as reduce, and this rank's part of dimension `dim` is kept; backward: all parts
     collect   argument          all parts of dimension `dim`; backward: as scatter
     whole     argument          all parts of dimension `dim`; backward: this rank's part
-    divide    argument          this rank's part of dimension `dim`; backward: all parts
-    join      result            all parts of dimension `dim`; backward: this rank's part
+    divide    argument          blocks begin to divide tokens: this rank's part of dimension `dim`; backward: all parts
+    join      result            they end: all parts of dimension `dim`; backward: this rank's part
+    own       argument          as divide, of a tensor that divided tokens meet between the two
     context   attention         queries of this rank's tokens meet keys and values of all ranks'
                                 Without gradients scatter is reduce, and the others are nothing
     dispatch  the module        rows go to the ranks of their experts, and what those make of them comes back.

@@ -26,7 +26,7 @@ from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.recompute import runs_again
 from autoshard.runtime.steps import ALONG, Step
 
-ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide")
+ARGUMENTS = ("copy_to", "slice", "collect", "whole", "divide", "own")
 """Kinds of actions on what a call is given."""
 _SIZED = (
     "slice", "gather", "spread", "lookup", "dropout", "length", "context", "dispatch", *LOSSES, "spread_tokens",

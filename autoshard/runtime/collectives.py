@@ -242,7 +242,8 @@ def lost(ranks: ProcessRanks, error: RuntimeError) -> RankError:
 
 ALONG: Mapping[str, tuple[str, str]] = {
     "scatter": ("add_along", "whole_along"), "collect": ("whole_along", "add_along"),
-    "divide": ("own_along", "whole_along"), "join": ("whole_along", "own_along"), "whole": ("whole_along", "own_along"),
+    "divide": ("own_along", "whole_along"), "join": ("whole_along", "own_along"),
+    "own": ("own_along", "whole_along"), "whole": ("whole_along", "own_along"),
 }  # fmt: skip
 """Actions on divided tokens: what they do, and what their backward does."""
 

@@ -63,7 +63,7 @@ def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
     for cut in cuts:
         kinds = {action.kind for action in cut.actions}
         for kind in kinds & ends.keys():
-            ends[kind] |= set(cut.blocks) if len(cut.actions) == 1 else set()
+            ends[kind] |= set(cut.blocks)
         if kinds & {"scatter", "context", "spread_tokens"}:
             found |= set(cut.blocks)
     return sorted(found - {""} - (ends["divide"] & ends["join"]))
@@ -71,7 +71,7 @@ def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
 
 def parts_of_tokens(cuts: Sequence[Cut]) -> dict[str, tuple[str, int, int]]:
     """Blocks that give each rank some tokens while gradients are enabled: where, along which dimension, of how many."""
-    joins = {cut.blocks[0]: one for cut in cuts for one in cut.actions if one.kind == "join" and len(cut.actions) == 1}
+    joins = {cut.blocks[0]: one for cut in cuts for one in cut.actions if one.kind == "join"}
     found: dict[str, tuple[str, int, int]] = {}
     for cut in cuts:
         join = next((joins[block] for block in cut.blocks if block in joins), None)

@@ -30,39 +30,61 @@ _OF_ITS_OWN = (
     ", and each rank picks from its own. Plan again with inputs like these, or call the model for all tokens and pick "
     "from what it gives."
 )
+_SKIPPED = (
+    " was not called this time. Call all blocks, or, where ranks share matrices, apply dataclasses.replace(plan, "
+    "sequence_parallel=False)."
+)
 
 
 class Tokens:
     """Whether ranks divide tokens in the forward of the model that runs: if it began with gradients; None for none.
 
     Code may disable them for a part of the model, and reentrant checkpoints do. `counts`: how many tokens a rank was
-    given of what was divided in this forward; `given`: its arguments; `left`: how many tokens a rank has before the
-    head, and how many ranks; None once a loss was made of all of them. `picked`: by an index that may pick some.
+    given of what was divided in this forward; `begun`: where blocks began to divide them that have not ended; `given`:
+    its arguments; `left`: how many tokens a rank has before the head, and how many ranks; None once a loss was made of
+    all of them. `picked`: by an index that may pick some.
     """
 
-    __slots__ = ("counts", "divided", "given", "left", "picked")
+    __slots__ = ("begun", "counts", "divided", "given", "left", "picked")
 
     def __init__(self) -> None:
         self.divided: bool | None = None
         self.counts: set[int] = set()
+        self.begun: list[str] = []
         self.given: tuple[tuple, dict] = (), {}
         self.left: tuple[int, int] | None = None
         self.picked = False
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Pre-hook of the model."""
+        self.divided = torch.is_grad_enabled()
+        self.begun.clear()
         if not torch.compiler.is_compiling():
-            self.divided, self.given, self.picked = torch.is_grad_enabled(), (args, kwargs), False
+            self.given, self.picked = (args, kwargs), False
             self.counts.clear()
 
     def end(self, module: nn.Module, args: tuple, result: Any) -> None:
         """Hook, also after an exception. Raises `ApplyError` where tokens that are given out may be other ones."""
+        self.divided = None
+        if self.begun and result is not None:
+            raise ApplyError(f"{self.begun[-1]} began to divide tokens, and the block that ends it{_SKIPPED}")
         if torch.compiler.is_compiling():
             return
-        left, given, self.divided, self.given, self.left = self.left, self.given, None, ((), {}), None
+        left, given, self.given, self.left = self.left, self.given, ((), {}), None
         picking = picks_tokens(given, *left) if left and result is not None else ""
         if picking:
             raise ApplyError(f"{type(module).__name__}: the argument {picking} may pick tokens{_OF_ITS_OWN}")
+
+    def note(self, kind: str, where: str) -> None:
+        """Note an action on divided tokens. Raises `ApplyError` where no block has begun to divide them."""
+        if self.divided is None or (not torch.compiler.is_compiling() and torch_private.autograd_node() is not None):
+            return  # a part of the model runs by itself, or again in a backward
+        if kind == "divide":
+            self.begun.append(where)
+        elif not self.begun:
+            raise ApplyError(f"{where} works on a rank's part of the tokens, and the block that divides them{_SKIPPED}")
+        elif kind in ("join", "spread_tokens"):
+            self.begun.pop()
 
     def leave(self, count: int, ranks: int, where: str) -> None:
         """Note how many tokens a rank has left before the head. Raises `ApplyError` if code has picked some of them."""
@@ -180,13 +202,14 @@ class Step:
         """Divide tokens over ranks, or put them together: the same tensor once in a forward, whoever reads it."""
         kind, dim, degree = self.action.kind, self.action.dim, self.ranks.size
         self._check_dims(tensor)
-        if kind in ("scatter", "divide") and tensor.shape[dim] % degree:
+        if kind in ("scatter", "divide", "own") and tensor.shape[dim] % degree:
             raise ApplyError(
                 f"{self.where} has {tensor.shape[dim]} tokens, which {degree} ranks can't divide. Pad sequences to a "
                 f"multiple of {degree}, or, where ranks share matrices, apply dataclasses.replace(plan, "
                 "sequence_parallel=False)."
             )
-        if kind == "divide" and not torch.compiler.is_compiling():
+        self.memo.tokens.note(kind, self.where)
+        if kind in ("divide", "own") and not torch.compiler.is_compiling():
             self.memo.tokens.counts.add(tensor.shape[dim] // degree)
         if kind != "collect":
             return along(tensor, self.ranks, dim, kind)
@@ -282,6 +305,7 @@ class Step:
             self._check_dims(tensor)
             if not self._divides:
                 return tensor
+            self.memo.tokens.note("spread_tokens", self.where)
             self.memo.tokens.leave(tensor.shape[self.action.dim], self.ranks.size, self.where)
             return cut_loss.spread_tokens(tensor, self.ranks, self.action.dim)
         if self.action.kind in ALONG:

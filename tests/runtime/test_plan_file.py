@@ -234,7 +234,7 @@ def test_damage_is_named(plan, path, value, words):
         Plan.from_json(json.dumps(changed(plan, path, value)))
 
 
-@pytest.mark.parametrize("kind", ["scatter", "whole", "collect", "divide", "join"])
+@pytest.mark.parametrize("kind", ["scatter", "whole", "collect", "divide", "join", "own"])
 def test_a_cut_of_tokens_has_no_tensors_of_its_own(kind):
     data = changed(CUT, (*FIRST, "actions", 0, "kind"), kind)
     data["cuts"][0]["shards"] = []

@@ -96,18 +96,35 @@ class Apart(Block):
         return x + self.mlp.down(self.mlp.up(self.second(x)).cumsum(-1) / 64)
 
 
+class Twice(Block):
+    """Without a residual connection: what it is given is divided and collected at one call."""
+
+    def forward(self, x, bias):
+        return self.mlp(x)
+
+
 class Net(nn.Module):
+    skip = None
+
     def __init__(self, kind):
         super().__init__()
         self.embed, self.head = nn.Embedding(24, WIDTH), nn.Linear(WIDTH, 24)
         self.bias = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
-        self.blocks = nn.ModuleList(kind() for _ in range(2))
+        self.blocks = nn.ModuleList(kind() for _ in range(3))
 
     def forward(self, ids):
         x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x, self.bias[:, : ids.shape[1]])
+        for number, block in enumerate(self.blocks):
+            if number != self.skip:
+                x = block(x, self.bias[:, : ids.shape[1]])
         return self.head(x)
+
+
+class Forked(Net):
+    def forward(self, ids):
+        first, second, third = self.blocks
+        x = second(first(self.embed(ids), self.bias), self.bias)
+        return self.head(x + third(x, self.bias))
 
 
 IDS = torch.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS) % 24
@@ -115,7 +132,7 @@ IDS = torch.arange(SAMPLES * TOKENS).reshape(SAMPLES, TOKENS) % 24
 
 def made(kind):
     torch.manual_seed(0)
-    return Net(kind)
+    return (Forked if kind is Twice else Net)(kind)
 
 
 def plans_of(kinds):
@@ -134,6 +151,25 @@ def step(model, ids):
     return out.detach(), {name: one.grad for name, one in model.named_parameters()}
 
 
+def refusal(model, ids):
+    try:
+        model(ids)
+    except ApplyError as error:
+        return str(error)
+    return ""
+
+
+def skipped(kind, plan):
+    """What is said of a call without the first block, and without the last; how far one without another is off."""
+    model, original = made(kind), made(kind)
+    autoshard.apply(model, plan)
+    found = []
+    for model.skip in (0, 2, 1):
+        found.append(refusal(model, IDS))
+    original.skip = 1
+    return found, float((model(IDS) - original(IDS)).abs().max())
+
+
 def compared(kind, plan):
     """Errors of a step, how often each kind of action is in the plan, and what is said of a length in training."""
     model = made(kind)
@@ -149,33 +185,30 @@ def compared(kind, plan):
     if kind is Block:  # of one sample, parts are pieces of memory, to which biases are added
         single = step(model, IDS[:1])[0] - step(made(kind), IDS[:1])[0]
         errors.append(float(single.abs().max()))
-    said = ""
-    try:
-        model(IDS[:, :5])
-    except ApplyError as error:
-        said = str(error)
+    said = refusal(model, IDS[:, :5])
     with torch.no_grad():
         odd, whole = model.eval()(IDS[:, :5]), made(kind).eval()(IDS[:, :5])
-    counts = tuple(kinds.count(one) for one in ("scatter", "collect", "divide", "whole", "join"))
+    counts = tuple(kinds.count(one) for one in ("scatter", "collect", "divide", "own", "whole", "join"))
     return max(float((out - expected[0]).abs().max()), *errors, float((odd - whole).abs().max())), counts, said
 
 
 EXPECTED = {
-    Block: (2, 2, 1, 0, 1),
-    NormsBehind: (2, 2, 1, 0, 1),
-    Mixing: (2, 2, 2, 1, 1),
-    Dropping: (2, 2, 1, 0, 1),
-    Flat: (1, 1, 2, 1, 1),
-    Counting: (0, 0, 0, 0, 0),
-    Apart: (0, 0, 0, 0, 0),
-    "whole": (0, 0, 0, 0, 0),
+    Block: (2, 2, 1, 0, 0, 1),
+    NormsBehind: (2, 2, 1, 0, 0, 1),
+    Mixing: (2, 2, 1, 1, 1, 1),
+    Dropping: (2, 2, 1, 0, 0, 1),
+    Flat: (1, 1, 1, 1, 1, 1),
+    Twice: (1, 1, 2, 0, 0, 2),
+    Counting: (0, 0, 0, 0, 0, 0),
+    Apart: (0, 0, 0, 0, 0, 0),
+    "whole": (0, 0, 0, 0, 0, 0),
 }
 
 
 @sharded_replicas
 @pytest.mark.parametrize(
     "kinds",
-    [(Block, Counting), pytest.param((Mixing, NormsBehind, Dropping, Flat), marks=pytest.mark.slow)],
+    [(Block, Twice, Counting), pytest.param((Mixing, NormsBehind, Dropping, Flat), marks=pytest.mark.slow)],
     ids=["usual", "more"],
 )
 def test_steps_are_those_of_one_process(kinds):
@@ -191,3 +224,12 @@ def test_steps_are_those_of_one_process(kinds):
             if kind is Block:
                 assert "has 5 tokens, which 2 ranks can't divide" in said and "sequence_parallel=False" in said
             assert (said == "") == (not any(counts)), (kind, said)
+
+
+@sharded_replicas
+def test_a_call_that_skips_the_ends_of_divided_blocks_is_refused():
+    """LayerDrop: what follows would take whole tokens for a part, or a part for whole ones."""
+    for (first, last, other), error in run_ranks(skipped, 2, Block, plans_of([Block])[Block]):
+        assert not other and error < 1e-5
+        assert "blocks.1.attention" in first and "the block that divides them was not called" in first
+        assert "blocks.0 began to divide tokens" in last and "sequence_parallel=False" in last
