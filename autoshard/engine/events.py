@@ -132,7 +132,6 @@ def runs(
     for index, name in enumerate(devices):
         if name in cluster.names:
             seconds = np.where(placed == index, op_seconds(profile, cluster.device(name)), seconds)
-    seconds = np.where(placed >= 0, seconds, 0.0)
     busy = np.flatnonzero(seconds)
     found: list[tuple[int, Event]] = []
     for op in sorted({*busy.tolist(), *(op for op in breaks if op < len(graph.ops))}):

@@ -161,11 +161,12 @@ class Replicas:
             for index, (device, share) in enumerate(zip(devices, rows, strict=True))
         )
         names = [device.name for device in devices]
-        launched = np.count_nonzero(self.profile.op_bytes)
         return ReplicaPass(
             rows=tuple(rows), replicas=replicas, transfers=tuple(self._transfers(cluster, names, rows)),
             sum_seconds=all_reduce_seconds(cluster, names, self.trained) if self.trained else 0.0,
-            launch_seconds=sum(float(launched) * device.launch_seconds for device in devices),
+            launch_seconds=sum(
+                device.launch_seconds * np.count_nonzero(op_seconds(self.profile, device)) for device in devices
+            ),
         )  # fmt: skip
 
     def _transfers(self, cluster: Cluster, names: Sequence[str], rows: Sequence[int]) -> list[Transfer]:

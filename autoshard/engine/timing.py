@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autoshard.capture.graph import ModelGraph
 from autoshard.capture.latest import Latest
 from autoshard.cluster.device import Device
 from autoshard.cluster.hardware import COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY
@@ -23,6 +24,7 @@ from autoshard.engine.blocks import Block
 from autoshard.engine.efficiency import Efficiency
 from autoshard.engine.local import Attention, Product, Share, sums_of
 from autoshard.engine.recipe import Recipe
+from autoshard.flow import flow
 from autoshard.plan.workload import OPTIMIZER_STATE_TENSORS, Workload
 from autoshard.profile.profile import Profile
 
@@ -164,14 +166,14 @@ def _unfused_seconds(op: Attention, share: Share, card: Card, reached: Efficienc
     return products + SCORE_BYTES * scores / rate, 2 * products + SCORE_BYTES_BACKWARD * scores / rate
 
 
-_LATEST = Latest[np.ndarray]()
+_LATEST, _WITH_DEVICE = Latest[np.ndarray](), Latest[np.ndarray]()
 
 
 def op_seconds(profile: Profile, device: Device) -> np.ndarray:
     """Return the seconds that every op of the graph adds on a device; the array must not be written.
 
     The device works through a queue (roofline seconds of an op), which the host fills: the larger of both counts, from
-    where one of them is behind. A CPU is both, one after the other.
+    where one of them is behind. A CPU is both, one after the other. Ops that run on the host are free.
     """
 
     def worked_out() -> np.ndarray:
@@ -179,7 +181,8 @@ def op_seconds(profile: Profile, device: Device) -> np.ndarray:
         flops[profile.graph.uncounted.start : profile.graph.uncounted.stop] = 0.0  # which a pass does not have
         rates = {name: device.flops(name) for name in set(profile.op_dtypes)}
         busy = np.maximum(flops / [rates[name] for name in profile.op_dtypes], moved / device.bytes_per_second)
-        works = (flops > 0) | (moved > 0)
+        on_device = _WITH_DEVICE.of(profile.graph, None, lambda: _runs_on_device(profile.graph))
+        works = ((flops > 0) | (moved > 0)) & on_device
         busy, launches = np.where(works, busy, 0.0), np.where(works, device.launch_seconds, 0.0)
         if device.kind == "cpu":
             found = busy + launches
@@ -191,6 +194,11 @@ def op_seconds(profile: Profile, device: Device) -> np.ndarray:
         return found
 
     return _LATEST.of(profile.graph, (device.speed, profile.op_bytes), worked_out)
+
+
+def _runs_on_device(graph: ModelGraph) -> np.ndarray:
+    """Which ops run where the model is; the others run on the host, wherever that is (masks made without a device)."""
+    return np.array(flow(graph, {"": "device"}).op_device) >= 0
 
 
 def _queued(busy: np.ndarray, launches: np.ndarray) -> np.ndarray:

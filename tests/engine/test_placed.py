@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import autoshard
 from autoshard.capture.capture import capture
 from autoshard.cluster.device import Device
 from autoshard.engine.pricer import price
@@ -85,6 +86,40 @@ def test_training_counts_gradients_moments_and_the_step():
     assert figures.compute_seconds == pytest.approx(
         op_seconds(profile, whole.devices[0]).sum() + optimizer_seconds(3200, TRAINING, whole.devices[0])
     )
+
+
+class Masked(nn.Module):
+    """Linear layers with attention under a mask that is made without a device, on the host, and moved."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x):
+        seen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril().to(x.device)
+        x = x + nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=seen)
+        return x + self.down(self.up(x).relu())
+
+
+MADE_ON_HOST = {
+    "masked": (Masked, lambda: torch.ones(4, 8, 16)),
+    **{name: (by_name(name).model, by_name(name).example) for name in ("reads-devices", "t5")},
+}
+
+
+@pytest.mark.parametrize("workload", [INFERENCE, TRAINING], ids=["inference", "training"])
+@pytest.mark.parametrize("name", MADE_ON_HOST)
+def test_ops_of_the_host_count_in_no_plan_and_no_bound(name, workload):
+    model, inputs = (make() for make in MADE_ON_HOST[name])
+    profile, found = autoshard.profile(model, inputs, workload=workload), {}
+    for count in (1, 2):
+        for strategy in ("sequential", "data-parallel", "column-parallel"):
+            settings = {"strategy": strategy, "workload": workload, "launch": "one-process", "profile": profile}
+            made = autoshard.plan(model, f"{count}xH100-80GB", inputs=inputs, **settings)
+            estimate = found[count, strategy] = autoshard.estimate(made, profile)
+            assert estimate.lower_bound_seconds <= estimate.latency_seconds * (1 + 1e-9)
+    alone = [found[1, strategy].latency_seconds for _, strategy in found]
+    assert alone == pytest.approx([found[1, "sequential"].latency_seconds] * len(alone))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
