@@ -29,7 +29,10 @@ def devices_of(spec: str, limits: dict[str, str]) -> "Cluster":
 
 
 def load(target: str, workload: Workload, *, with_weights: bool = False) -> "Target":
-    """Build what TARGET names; example inputs of another batch are repeated, or cut."""
+    """Build what TARGET names; example inputs of another batch are repeated, or cut.
+
+    Raises `SpecError` for new tokens of a model that makes none.
+    """
     from autoshard.cli.target import load_target
     from autoshard.search.asked import in_size
 
@@ -38,7 +41,14 @@ def load(target: str, workload: Workload, *, with_weights: bool = False) -> "Tar
     if loaded.inputs is None:
         return loaded
     with capturing(loaded):
-        return replace(loaded, inputs=in_size(loaded.model, loaded.inputs, workload))
+        loaded = replace(loaded, inputs=in_size(loaded.model, loaded.inputs, workload))
+    answers = any(hasattr(loaded.model, name) for name in ("generate", "config"))
+    if loaded.workload.generates and not answers and profile_of(loaded).further is None:
+        raise SpecError(
+            f"--new-tokens has no effect: {type(loaded.model).__name__} has no generate(), and no step after the "
+            "prompt could be recorded. Leave it out, or give 0."
+        )
+    return loaded
 
 
 def load_to_run(target: str, workload: Workload) -> "Target":
@@ -70,15 +80,7 @@ def profile_of(target: "Target") -> "Profile":
     from autoshard.api import profile
 
     with capturing(target):
-        found = profile(target.model, target.inputs, workload=target.workload)
-    model = target.model
-    answers = found.further is not None or hasattr(model, "generate") or hasattr(model, "config")
-    if target.workload.generates and not answers:
-        raise SpecError(
-            f"--new-tokens has no effect: {type(model).__name__} has no generate(), and no step after the prompt "
-            "could be recorded. Leave it out, or give 0."
-        )
-    return found
+        return profile(target.model, target.inputs, workload=target.workload)
 
 
 @contextlib.contextmanager

@@ -153,6 +153,12 @@ def test_wrong_usage_is_exit_status_2(file, arguments, says):
     assert not done.stdout.strip() and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("words", [("compare", "2x4MiB"), ("compare", "2xH100-80GB"), ("plan", "2xH100-80GB")])
+def test_new_tokens_of_a_model_that_makes_none_are_refused_by_all_commands(file, words):
+    done = command(words[0], file, "--devices", words[1], "--new-tokens", "4", expect=2)
+    assert "--new-tokens has no effect: Sequential has no generate()" in done.stderr.replace("\n", " ")
+
+
 def test_what_can_t_be_met_is_exit_status_1(file, tmp_path):
     out = tmp_path / "plan.json"
     done = command("plan", file, "--devices", "2x300KiB", "-o", out, "--json", expect=1)
