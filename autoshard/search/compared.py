@@ -6,7 +6,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import SearchTask, search
+from autoshard.search.best import Searched, SearchTask, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.processes import asked_of, write_plan
@@ -36,11 +36,11 @@ def compare_processes(chosen: Chosen, cluster: Cluster) -> Comparison:
     asked = asked_of(chosen.plan)
     assert own is not None
     for kind in (*AXES, "hybrid"):
-        one = next((one for one in chosen.searched.ranking if kind_of(one.recipe) == kind), None)
-        if kind_of(own.recipe) == kind:
-            one = own
+        found = _searched(task, kind) if kind in AXES else chosen.searched
+        able = [own, found.best, *found.ranking]
+        one = next((one for one in able if one is not None and kind_of(one.recipe) == kind), None)
         if one is None:
-            rows.append(Alternative(name=kind, refused=_why_not(task, kind), usable=False))
+            rows.append(Alternative(name=kind, refused=_why_not(task, kind, found.closest), usable=False))
             continue
         plan = write_plan(chosen.traced, cluster, asked, one.recipe)
         plan = replace(plan, reasons=chosen.plan.reasons if one is own else (shown_mesh(one.recipe),))
@@ -55,7 +55,14 @@ def compare_processes(chosen: Chosen, cluster: Cluster) -> Comparison:
     )  # fmt: skip
 
 
-def _why_not(task: SearchTask, kind: str) -> str:
+def _searched(task: SearchTask, kind: str) -> Searched:
+    """What a search finds that is asked for recipes of one kind alone, as by the strategy of that name."""
+    if kind == "one device":
+        task = replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))
+    return search(replace(task, given=replace(task.given, axes=AXES[kind], strategy=kind)))
+
+
+def _why_not(task: SearchTask, kind: str, closest: RecipeEstimate | None) -> str:
     """Why no recipe of a kind is there: by how much the closest does not fit, or that there is none."""
     if task.devices == 1:
         return "it takes several devices, and there is one"
@@ -63,10 +70,6 @@ def _why_not(task: SearchTask, kind: str) -> str:
         return "no recipe with several dimensions fits, or has as many devices"
     if kind == "fsdp" and not task.training:
         return "parameters are gathered for training steps only; answers keep them whole"
-    given = replace(task.given, axes=AXES[kind])
-    if kind == "one device":
-        task = replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))
-    closest: RecipeEstimate | None = search(replace(task, given=given)).closest
     if closest is None:
         return "no such mesh goes with the model, the batch and these devices"
     lacking = closest.memory.used - task.card.memory_bytes

@@ -1,12 +1,14 @@
-"""Which devices are meant where processes run."""
+"""Which devices are meant where processes run, and what a request costs wherever it is asked for."""
 
 import pytest
 import torch
 
 import autoshard
 from autoshard.errors import SpecError
+from autoshard.plan.choices import STRATEGY_WORDS
 from autoshard.search.asked import cluster_for
 from tests.ranks import run_ranks
+from tests.search.models import Layer
 
 
 def memory_of(samples, **sizes):
@@ -37,3 +39,26 @@ def test_auto_means_one_device_per_process_where_there_is_no_accelerator():
     for found in run_ranks(devices, 2):
         assert [name for name, _ in found] == ["cpu:0", "cpu:1"]
         assert sum(memory for _, memory in found) < 1.5 * alone
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+@pytest.mark.parametrize(
+    ("devices", "width", "tokens"), [("4xH100-80GB", 1024, 64), ("4xH100-80GB", 64, 8), ("2x1GiB", 64, 8)]
+)
+def test_strategies_cost_in_a_comparison_what_they_cost_where_they_are_named(devices, width, tokens, mode):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(Layer(width, 4) for _ in range(4)))
+    inputs, workload = torch.zeros(4, tokens, width, device="meta"), autoshard.Workload(mode=mode)
+    profile = autoshard.profile(model, inputs, workload=workload)
+    compared = autoshard.compare(model, devices, inputs=inputs, workload=workload)
+    named = {row.name.partition(":")[0]: row for row in compared.alternatives if row.plan is not None}
+    for other in (
+        "placement",
+        "one device",
+        "hybrid",
+    ):  # these are no strategies: the last is any mesh where it is named
+        named.pop(other, None)
+    assert len(named) > 2
+    for name, row in named.items():
+        plan = autoshard.plan(model, devices, inputs=inputs, workload=workload, strategy=STRATEGY_WORDS.get(name, name))
+        assert autoshard.estimate(plan, profile).latency_seconds == pytest.approx(row.estimate.latency_seconds), name
