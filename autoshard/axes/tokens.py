@@ -293,7 +293,8 @@ class _Zone:
         """Note the results of a sum as divided, if they can be."""
         places = [self.place(value) for value in outputs]
         parameters = self._parameters([addend] if addend >= 0 else [])
-        if min(places) < 0 or parameters is None:
+        of_each = addend >= 0 and self.walk.cut_dims(addend, self.stream.factor)  # a bias of channels, say
+        if min(places) < 0 or parameters is None or of_each:
             return False
         self.divided.update(zip(outputs, places, strict=True))
         self.summed.update(parameters)

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.axes.tokens import can_divide_tokens
+from autoshard.capture.capture import capture
 from autoshard.errors import ApplyError
 from autoshard.plan.workload import Workload
 from autoshard.runtime.cut_state import whole_tensor
@@ -233,3 +235,19 @@ def test_a_call_that_skips_the_ends_of_divided_blocks_is_refused():
         assert not other and error < 1e-5
         assert "blocks.1.attention" in first and "the block that divides them was not called" in first
         assert "blocks.0 began to divide tokens" in last and "sequence_parallel=False" in last
+
+
+class Channels(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.InstanceNorm2d(8)
+        self.up, self.down = nn.Conv2d(8, 16, 3, padding=1), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+def test_channels_of_which_each_has_its_own_bias_are_no_tokens():
+    """Those of the whole bias would be added to a rank's part of the sum."""
+    model = nn.Sequential(*(Channels() for _ in range(3)))
+    assert not can_divide_tokens(capture(model, torch.randn(2, 8, 4, 4), composite=True), 2)
