@@ -78,8 +78,8 @@ class CommunicationPoints:
         coming = {shapes[value].shape for value in self._incoming if self.walk.cut_dims(value, factor)}
         return any(shapes[value].shape in coming for value in self._outgoing if self.walk.cut_dims(value, factor))
 
-    def actions(self, factor: Factor) -> tuple[tuple[Action, ...], tuple[str, ...]]:
-        """All actions of a factor, and the whole parameters whose gradients every rank has a part of.
+    def actions(self, factor: Factor) -> tuple[tuple[Action, ...], tuple[str, ...], tuple[str, ...]]:
+        """All actions of a factor, the whole parameters whose gradients every rank has a part of, and `_with_parts`.
 
         Raises `Unplaceable`.
         """
@@ -88,13 +88,16 @@ class CommunicationPoints:
         except Unplaceable:  # a small module may be called for other tensors as well
             return self._actions(factor, smallest=False)
 
-    def _actions(self, factor: Factor, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...]]:
+    def _actions(self, factor: Factor, smallest: bool) -> tuple[tuple[Action, ...], tuple[str, ...], tuple[str, ...]]:
         due: list[tuple[Action, int]] = []
+        edges: dict[int, list[Action]] = {}
         few = self._little_sums(factor)
         for value in self._incoming:
             for dim in self.walk.cut_dims(value, factor):
                 readers = [op for op in self._readers.get(value, ()) if op in self._inside]
-                due += self._entering("slice", value, readers, dim, self._axis(value, dim, factor), smallest)
+                found = self._entering("slice", value, readers, dim, self._axis(value, dim, factor), smallest)
+                edges[value] = [action for action, _ in found]
+                due += found
         for contraction in self.walk.contractions:
             if factor in factors_of(contraction.axis):
                 due.append(self._reduction(contraction, factor, contraction.op in few))
@@ -109,7 +112,24 @@ class CommunicationPoints:
         for value in self._outgoing:
             for dim in self.walk.cut_dims(value, factor):
                 due.append(self._leaving("gather", value, dim, self._axis(value, dim, factor)))
-        return tuple(self._checked(due)), summed
+                edges[value] = [due[-1][0]]
+        return tuple(self._checked(due)), summed, self._with_parts(factor, edges)
+
+    def _with_parts(self, factor: Factor, edges: Mapping[int, list[Action]]) -> tuple[str, ...]:
+        """The modules inside that are given, or give, what a factor cuts; `edges`: where it is sliced or put together.
+
+        A value that enters or leaves the region is a part inside of the module that slices it, or puts it together.
+        """
+        cut = self.walk.values_with(factor)
+
+        def is_part(value: int, path: str) -> bool:
+            at_calls = [action.module for action in edges.get(value, ()) if not action.function]
+            inside = any(path != module and is_below(path, module) for module in at_calls)
+            return value in cut and (inside or value not in edges)
+
+        calls = [(self._relative(call.path), (*call.inputs, *call.outputs)) for call in self._calls]
+        found = (path for path, values in calls if path and any(is_part(value, path) for value in values))
+        return tuple(dict.fromkeys(found))
 
     def _axis(self, value: int, dim: int, factor: Factor) -> str:
         return describe(self.walk.axes[value][dim], factor)

@@ -30,6 +30,7 @@ class AxisGroup:
             one tensor gradients would be in parts for both, and summed twice.
         factor: the factor itself, and `walk` the analysis it is from; for checks made in the same process.
         partial: values that are cut, or whose gradient is in parts, in the block that was analysed.
+        with_parts: modules inside that are given, or give, a part of a tensor.
         ops: the ops of every block, in the order of `walked`, which are those that `walk` has.
     """
 
@@ -50,6 +51,7 @@ class AxisGroup:
     ops: tuple[tuple[int, ...], ...] = ()
     walked: tuple[int, ...] = ()
     partial: frozenset[int] = frozenset()
+    with_parts: tuple[str, ...] = ()
 
     def within(self, blocks: Collection[str]) -> "AxisGroup | None":
         """The same of some blocks only; None where it has none of them."""
@@ -63,7 +65,7 @@ class AxisGroup:
         """What the analysis says of the group, unchecked: neither its scales are known, nor whether it is all."""
         return Cut(
             blocks=self.blocks, size=self.size, shares=shares, shards=self.shards, actions=self.actions,
-            summed=self.summed, training=True,  # the mode is that in which it was found
+            summed=self.summed, with_parts=self.with_parts, training=True,  # the mode is that in which it was found
         )  # fmt: skip
 
     @property
@@ -215,7 +217,7 @@ def _groups_of(
         if not any(tensor.kind == "parameter" and len(tensor.shape) > 1 for tensor in members):
             continue
         try:
-            actions, summed = places.actions(factor)
+            actions, summed, with_parts = places.actions(factor)
         except Unplaceable as error:
             reasons[factor] = str(error)
             continue
@@ -238,6 +240,7 @@ def _groups_of(
                 ops=region.each,
                 walked=region.each[0],
                 partial=places.partial(factor),
+                with_parts=with_parts,
             )
         )
     return _with_conflicts(made), list(_unshardable(walk, tensors, reasons))

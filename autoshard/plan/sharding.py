@@ -159,6 +159,7 @@ class Cut:
     Attributes:
         size: how many slices the axis has; `shares`: how many of them each rank keeps, in rank order.
         summed: replicated parameters used inside the cut; every rank has a part of their gradient.
+        with_parts: modules inside of a block that are given, or give, a rank's part of a tensor.
         training: whether the blocks were in training mode when it was found; if not, they may not drop anything in it.
         proof: how it was checked, for people.
     """
@@ -170,6 +171,7 @@ class Cut:
     actions: tuple[Action, ...] = ()
     scales: tuple[Scale, ...] = ()
     summed: tuple[str, ...] = ()
+    with_parts: tuple[str, ...] = ()
     training: bool = False
     title: str = ""
     proof: str = ""

@@ -21,6 +21,8 @@ from autoshard.runtime.launched import check_launched
 from autoshard.runtime.local_ranks import LocalRanks
 from autoshard.runtime.moves import named_tensors
 from autoshard.runtime.pipeline_record import pipeline_record
+from autoshard.runtime.refused import refuse_hooks
+from autoshard.runtime.results import modules_with_parts
 from autoshard.runtime.sharded import shards
 from autoshard.runtime.staged import apply_stages, remove_stages
 
@@ -33,6 +35,12 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     model on meta while it is cut. Raises `PlanError` if the plan does not belong to the model, `ApplyError` if it can't
     be carried out here and `RankError` if processes disagree; the model is then as it was.
     """
+    applied = _applied(model, plan, loader)
+    refuse_hooks(modules_with_parts(model, plan.cuts))  # after torch has put on its own
+    return applied
+
+
+def _applied(model: nn.Module, plan: Plan, loader: Loader | None) -> nn.Module:
     if plan.launch == "processes":
         check_launched(plan)
     empty_caches(model)

@@ -3,7 +3,7 @@
 Those of torch fail without a reason, or end the process, since they meet parts of parameters.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,10 @@ SHARE = "share_memory"
 COPIES = ("__deepcopy__", "__reduce_ex__", SHARE)
 MOVES = ("to", "to_empty", "cpu", "cuda", "xpu")
 _EXPERTS = "set_experts_implementation"
+_HOOKS = (
+    "register_forward_pre_hook", "register_forward_hook", "register_full_backward_pre_hook",
+    "register_full_backward_hook", "register_backward_hook",
+)  # fmt: skip
 _INSTEAD = {
     **dict.fromkeys(MOVES, "Each process has its stages where they compute. Call autoshard.remove(model) first."),
     "__deepcopy__": "Build a second model and load state_dict() into it. An average of weights (EMA) can be a dict: "
@@ -69,6 +73,20 @@ def keep_experts(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, _EXPERTS):
             stand_in(module, _EXPERTS, _keep)
+
+
+def refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
+    """Let hooks that are registered on modules, by path, raise `ApplyError` until `allow_methods` of each of them."""
+    for path, module in modules.items():
+        for name in (name for name in _HOOKS if name not in vars(module)):
+            stand_in(module, name, partial(_refuse_hook, path))
+
+
+def _refuse_hook(path: str, *args: Any, **kwargs: Any) -> None:
+    raise ApplyError(
+        f"a hook on {path} would get a rank's part of a tensor or of its gradient. Register it before autoshard.plan "
+        'and autoshard.apply, or place whole modules (strategy="balanced").'
+    )
 
 
 def _keep(*args: Any, **kwargs: Any) -> None:

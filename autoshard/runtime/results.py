@@ -5,11 +5,11 @@
 
 Ranks compare hashes, once for each place: values made by the same work on the same numbers have the same bits. Blocks
 and the root are looked at; modules between them, where what one of them hands to the next is cut, can't be called by
-themselves. In a pipeline, those compare that have the stage.
+themselves, nor can layers inside of blocks that are cut. In a pipeline, those compare that have the stage.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,13 +18,15 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.common.module_paths import above
+from autoshard.common.module_paths import above, is_below, join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan.sharding import Cut, Results, result_of
 from autoshard.runtime.collectives import ProcessRanks, Ranks
 from autoshard.runtime.rank_tensor import RankTensor
 
+_ON_TOKENS = frozenset({"scatter", "context", "spread_tokens"})
+"""Kinds of actions that only blocks with divided tokens have."""
 _as_array = torch.Tensor.numpy  # another may stand there while a module of a pipeline is watched
 
 
@@ -53,7 +55,35 @@ def watch_results(
     around: set[int] = set()
     handles += [modules[path].register_forward_hook(partial(_refuse_alone, path, around, True)) for path in divided]
     outer = sorted({up for path in divided for up in above(path)})
-    return handles + _follow([modules[path] for path in outer], around)
+    handles += _follow([modules[path] for path in outer], around)
+    return handles if staged else handles + _watch_layers(modules, cuts)
+
+
+def modules_with_parts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, nn.Module]:
+    """The modules, by path, that are given, or give, a rank's part of a tensor: of its columns, or of its tokens."""
+    blocks = [block for cut in cuts for block in cut.blocks if any(one.kind in _ON_TOKENS for one in cut.actions)]
+    paths = _layers_with_parts(cuts) | set(_with_divided_tokens(cuts))
+    return {
+        path: module
+        for path, module in model.named_modules(remove_duplicate=False)
+        if path in paths or any(is_below(path, block) and path != block for block in blocks)
+    }
+
+
+def _layers_with_parts(cuts: Sequence[Cut]) -> set[str]:
+    return {join(block, path) for cut in cuts for block in cut.blocks for path in cut.with_parts}
+
+
+def _watch_layers(modules: Mapping[str, nn.Module], cuts: Sequence[Cut]) -> list[Any]:
+    """Refuse calls of cut layers that give or need parts while neither their block nor a module around it runs."""
+    cut_ones = {join(block, parent(shard.name)) for cut in cuts for block in cut.blocks for shard in cut.shards}
+    layers = sorted(_layers_with_parts(cuts) & cut_ones)
+    blocks = {block for cut in cuts if cut.with_parts for block in cut.blocks}
+    outside = {up for path in layers for up in above(path)} if "" in blocks else set()
+    tops = blocks | {up for block in blocks for up in above(block)} | outside.difference(layers)
+    running: set[int] = set()
+    hooks = [modules[path].register_forward_pre_hook(partial(_refuse_alone, path, running, False)) for path in layers]
+    return hooks + _follow([modules[path] for path in sorted(tops)] if layers else [], running)
 
 
 def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
@@ -64,7 +94,7 @@ def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
         kinds = {action.kind for action in cut.actions}
         for kind in kinds & ends.keys():
             ends[kind] |= set(cut.blocks)
-        if kinds & {"scatter", "context", "spread_tokens"}:
+        if kinds & _ON_TOKENS:
             found |= set(cut.blocks)
     return sorted(found - {""} - (ends["divide"] & ends["join"]))
 
@@ -90,22 +120,22 @@ def _follow(modules: Sequence[nn.Module], running: set[int]) -> list[Any]:
 
 def _note(running: set[int], runs: bool, module: nn.Module, args: tuple, result: Any = None) -> None:
     """Pre-hook of such a module, and hook, also after an exception."""
-    if not torch.compiler.is_compiling():
-        (running.add if runs else running.discard)(id(module))
+    (running.add if runs else running.discard)(id(module))
 
 
 def _refuse_alone(
-    path: str, running: set[int], only_trained: bool, module: nn.Module, args: tuple, result: Any
+    path: str, running: set[int], only_trained: bool, module: nn.Module, args: tuple, result: Any = None
 ) -> None:  # fmt: skip
-    """Hook of a module that gives parts while others run: it can't be called by itself.
+    """Hook, or pre-hook, of a module that works on parts while others run: it can't be called by itself.
 
-    `only_trained`: it gives parts while gradients are enabled, and is run again in a backward.
+    `only_trained`: it gives parts while gradients are enabled. What is run again in a backward may be a part of it.
     """
-    whole = only_trained and (not torch.is_grad_enabled() or torch_private.autograd_node() is not None)
-    if not torch.compiler.is_compiling() and not running and not whole:
+    if running or torch.compiler.is_compiling() or (only_trained and not torch.is_grad_enabled()):
+        return
+    if torch_private.autograd_node() is None:
         raise ApplyError(
-            f"{path} was called by itself, and gives each rank a part: the rest of the model works on parts. "
-            'Call the whole model, or place whole modules (strategy="balanced").'
+            f"{path} was called by itself, and gives each rank a part, or needs one: the rest of the model works on "
+            'parts. Call the whole model, or place whole modules (strategy="balanced").'
         )
 
 

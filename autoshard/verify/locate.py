@@ -57,8 +57,8 @@ class _Recorder:
         self.open: list[str] = []
         self._handles = []
         for path, module in model.named_modules():
-            self._handles.append(module.register_forward_pre_hook(self._enter(path)))
-            self._handles.append(module.register_forward_hook(self._leave(path)))
+            self._handles.append(nn.Module.register_forward_pre_hook(module, self._enter(path)))
+            self._handles.append(nn.Module.register_forward_hook(module, self._leave(path)))
 
     def __enter__(self) -> "_Recorder":
         return self

@@ -76,14 +76,12 @@ def measuring(model: nn.Module, *, backward: bool = False) -> Iterator[Taken]:
         if path and own and own[0].device.type != "meta":
             devices.add(own[0].device)
             enter, leave = hooks(path, "forward", own[0].device)
-            handles += [
-                module.register_forward_pre_hook(enter), module.register_forward_hook(leave, prepend=True)
-            ]  # fmt: skip
+            handles.append(nn.Module.register_forward_pre_hook(module, enter))
+            handles.append(nn.Module.register_forward_hook(module, leave, prepend=True))
             if backward:
                 enter, leave = hooks(path, "backward", own[0].device)
-                handles += [
-                    module.register_full_backward_pre_hook(enter), module.register_full_backward_hook(leave)
-                ]  # fmt: skip
+                handles.append(nn.Module.register_full_backward_pre_hook(module, enter))
+                handles.append(nn.Module.register_full_backward_hook(module, leave))
     for device in devices:
         _wait(device)
     zero = {device: _mark(device) for device in devices}

@@ -30,6 +30,7 @@ def groups_of(model, inputs, renamed=False):
         row["factor"] = row["walk"] = None
         row["blocks"] = tuple(map(old, group.blocks))
         row["summed"] = tuple(map(old, group.summed))
+        row["with_parts"] = tuple(map(old, group.with_parts))
         row["shards"] = tuple(dataclasses.replace(shard, name=old(shard.name)) for shard in group.shards)
         row["actions"] = tuple(dataclasses.replace(action, module=old(action.module)) for action in group.actions)
         rows.append(row)

@@ -179,7 +179,7 @@ def trained(make, plan, ids, sharing=1, watched=None):
     stored = {one.dtype for one in model.parameters()}
     module, lengths = model.get_submodule(watched) if watched else None, set()
     if module is not None:
-        module.register_forward_pre_hook(lambda module, args: lengths.add(args[0].shape[1]))
+        nn.Module.register_forward_pre_hook(module, lambda module, args: lengths.add(args[0].shape[1]))
     losses, norms, gradients, values = train(model, own_part(ids, sharing), micro_batch=plan.micro_batch)
     assert {one.dtype for one in gradients.values()} == stored
     means = torch.tensor(losses, dtype=torch.float64)

@@ -207,3 +207,27 @@ def test_packed_sequences_take_a_process_per_rank():
     inputs = {"x": torch.randn(2, 3, 8), "lengths": torch.tensor([2, 3])}
     with pytest.raises(PlanError, match=r"packs sequences.*torchrun"):
         autoshard.plan(Packed(8, 8, batch_first=True), DEVICES, inputs=inputs, strategy="column-parallel")
+
+
+def test_hooks_that_would_get_a_part_are_refused_and_others_run():
+    model, x, seen = Model(), torch.randn(2, 6, 16), []
+    block = model.inner.blocks[0]
+    autoshard.apply(model, planned(model))
+    with pytest.raises(ApplyError, match=r"a hook on inner.blocks.0.up would get a rank's part"):
+        block.up.register_forward_hook(lambda *_: None)
+    handle = block.register_forward_hook(lambda module, args, result: seen.append(result))
+    model(x)
+    handle.remove()
+    torch.testing.assert_close(seen[0], autoshard.remove(model).inner.blocks[0](x), rtol=1e-5, atol=1e-5)
+    assert not block.up.register_forward_hook(lambda *_: None).remove()
+
+
+def test_layers_with_parts_are_not_called_by_themselves():
+    model, x = Model(), torch.randn(2, 6, 16)
+    plan = planned(model)
+    block = model.inner.blocks[0]
+    whole = block(x).detach()
+    autoshard.apply(model, plan)
+    torch.testing.assert_close(block(x), whole, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ApplyError, match=r"inner.blocks.0.up was called by itself"):
+        block.up(x)

@@ -2,10 +2,12 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import autoshard
 from autoshard.axes.tokens import can_divide_tokens
@@ -106,7 +108,7 @@ class Twice(Block):
 
 
 class Net(nn.Module):
-    skip = None
+    skip, recomputes = None, False
 
     def __init__(self, kind):
         super().__init__()
@@ -118,7 +120,8 @@ class Net(nn.Module):
         x = self.embed(ids)
         for number, block in enumerate(self.blocks):
             if number != self.skip:
-                x = block(x, self.bias[:, : ids.shape[1]])
+                run = partial(checkpoint, block, use_reentrant=False) if self.recomputes else block
+                x = run(x, self.bias[:, : ids.shape[1]])
         return self.head(x)
 
 
@@ -165,6 +168,8 @@ def skipped(kind, plan):
     """What is said of a call without the first block, and without the last; how far one without another is off."""
     model, original = made(kind), made(kind)
     autoshard.apply(model, plan)
+    model.recomputes = True
+    torch.compile(model, backend="eager")(IDS).sum().backward()
     found = []
     for model.skip in (0, 2, 1):
         found.append(refusal(model, IDS))
