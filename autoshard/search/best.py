@@ -150,11 +150,16 @@ def _balancing(task: SearchTask, one: RecipeEstimate) -> RecipeEstimate:
     return other if other.fits and other.seconds < one.seconds else one
 
 
+def on_one_device(task: SearchTask) -> SearchTask:
+    """The same task for the first device alone."""
+    return replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))
+
+
 def alone(task: SearchTask, found: Searched) -> RecipeEstimate | None:
     """The answer on one device, where more of them are not faster by enough; None where they are."""
     best = found.best
     assert best is not None
-    one = search(replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))).best
+    one = search(on_one_device(task)).best
     worth = AS_GOOD if task.goal == "memory" else WORTH_STARTING
     if one is None or one.value(task.goal) > worth * best.value(task.goal):
         return None

@@ -6,7 +6,7 @@ from autoshard.cluster.cluster import Cluster
 from autoshard.common.sizes import format_bytes
 from autoshard.engine.memory import RecipeEstimate
 from autoshard.engine.recipe import Recipe
-from autoshard.search.best import Searched, SearchTask, search
+from autoshard.search.best import Searched, SearchTask, on_one_device, search
 from autoshard.search.choose import Chosen
 from autoshard.search.estimates import estimate_recipe
 from autoshard.search.processes import asked_of, write_plan
@@ -58,7 +58,7 @@ def compare_processes(chosen: Chosen, cluster: Cluster) -> Comparison:
 def _searched(task: SearchTask, kind: str) -> Searched:
     """What a search finds that is asked for recipes of one kind alone, as by the strategy of that name."""
     if kind == "one device":
-        task = replace(task, topology=replace(task.topology, hosts=1, devices_per_host=1))
+        task = on_one_device(task)
     return search(replace(task, given=replace(task.given, axes=AXES[kind], strategy=kind)))
 
 

@@ -35,7 +35,7 @@ from autoshard.plan.workload import Workload
 from autoshard.runtime.answering import stage_modules
 from autoshard.runtime.collectives import count_processes
 from autoshard.runtime.stage_tensor import INSTEAD
-from autoshard.search.best import Searched, SearchTask, search
+from autoshard.search.best import AS_GOOD, Searched, SearchTask, on_one_device, search
 from autoshard.search.candidates import on_mesh
 from autoshard.search.gathered import gathered_alone
 from autoshard.search.limits import Asked, check_given, limits_of
@@ -140,6 +140,9 @@ def plan_processes(traced: Traced, cluster: Cluster, asked: Asked) -> tuple[Plan
     if unequal := unequal_reason(cluster):
         why.append(f"{unequal}; ranks have equal parts, so each is planned with the least speed and memory of all")
     more = tuple(_if_changed(traced, cluster, asked, task, found.best))
+    single = search(on_one_device(task)).best if asked.named and task.goal != "memory" else None
+    if single is not None and single.seconds * AS_GOOD < found.best.seconds:
+        why.insert(1, f"one device alone would take {format_seconds(single.seconds)}: {asked.strategy} was asked for")
     divided = plan.num_microbatches > 1 or (plan.mesh is not None and plan.mesh.data > 1)
     word = [ASSUMED] if asked.assume_independent_rows and divided else []
     return replace(plan, reasons=(*word, *why, *more, start)), found, task

@@ -7,6 +7,7 @@ import autoshard
 from autoshard.errors import SpecError
 from autoshard.plan.choices import STRATEGY_WORDS
 from autoshard.search.asked import cluster_for
+from tests.models import by_name
 from tests.ranks import run_ranks
 from tests.search.models import Layer
 
@@ -62,3 +63,19 @@ def test_strategies_cost_in_a_comparison_what_they_cost_where_they_are_named(dev
     for name, row in named.items():
         plan = autoshard.plan(model, devices, inputs=inputs, workload=workload, strategy=STRATEGY_WORDS.get(name, name))
         assert autoshard.estimate(plan, profile).latency_seconds == pytest.approx(row.estimate.latency_seconds), name
+
+
+@pytest.mark.parametrize("launch", ["processes", "one-process"])
+def test_cuts_that_were_asked_for_say_that_one_device_would_be_faster(launch):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(Layer(64, 4) for _ in range(4)))
+    inputs, workload = torch.zeros(4, 8, 64, device="meta"), autoshard.Workload()
+    settings = {"strategy": "column-parallel", "launch": launch, "workload": workload}
+    said = " ".join(autoshard.plan(model, "4xH100-80GB", inputs=inputs, **settings).reasons)
+    assert "alone" in said and "was asked for" in said
+
+
+def test_a_peer_that_fails_is_a_row_of_the_comparison():
+    case = by_name("three-way-tie")
+    found = autoshard.compare(case.model(), "2x24GiB", inputs=case.example(), workload=autoshard.Workload())
+    assert [row.refused for row in found.peers if row.plan is None]
