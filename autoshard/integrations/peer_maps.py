@@ -45,7 +45,7 @@ def peer_maps(model: nn.Module, cluster: Cluster) -> tuple[PeerMap, ...]:
                 if kind != "sequential":
                     limits = get_balanced_memory(model, dict(room), whole, low_zero=kind == "balanced_low_0")
                 made = infer_auto_device_map(model, dict(limits), whole)
-        except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, RuntimeError, LookupError, AttributeError, TypeError) as error:
             found.append(PeerMap(name=name, refused=first_line(error)))
             continue
         spilled = [path for path, device in made.items() if device not in names]
