@@ -31,6 +31,7 @@ class CutRecord:
         caches: of functions that the model calls, where this process has all ranks.
         output_device: where this process computes, None where the model was.
         gathered: its parameters are sharded as well, and gathered for their use.
+        running: ids of the blocks that run, and of the modules around them.
     """
 
     cuts: tuple[Cut, ...]
@@ -44,6 +45,7 @@ class CutRecord:
     caches: list[Any] = field(default_factory=list)
     output_device: torch.device | None = None
     gathered: bool = False
+    running: set[int] = field(default_factory=set)
 
 
 def whole_tensor(value: torch.Tensor, name: str, record: CutRecord | None) -> torch.Tensor:

@@ -255,7 +255,7 @@ def _install(model: nn.Module, ready: _Ready, results: Sequence[Results], *, sta
     for path in _may_meet_nested(ready):
         handles.append(modules[path].register_forward_pre_hook(refuse_nested, prepend=True))
     handles += watch_draws(model, ready.record.cuts, ready.record.ranks)
-    handles += watch_results(model, ready.record.cuts, results, ready.record.ranks, staged=staged)
+    handles += watch_results(model, ready.record, results, staged=staged)
     arrive = Arrive(ready.record, _find_parts(modules, ready.record))
     handles.append(model.register_forward_pre_hook(arrive, with_kwargs=True, prepend=True))
     own_samples = any(action.kind == "dispatch" for cut in ready.record.cuts for action in cut.actions)

@@ -36,7 +36,8 @@ def apply_plan(model: nn.Module, plan: Plan, *, loader: Loader | None = None) ->
     be carried out here and `RankError` if processes disagree; the model is then as it was.
     """
     applied = _applied(model, plan, loader)
-    refuse_hooks(modules_with_parts(model, plan.cuts))  # after torch has put on its own
+    if record := cut_record(model):
+        refuse_hooks(modules_with_parts(model, record.cuts), record.running)  # after torch has put on its own
     return applied
 
 

@@ -3,7 +3,7 @@
 Those of torch fail without a reason, or end the process, since they meet parts of parameters.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -75,14 +75,19 @@ def keep_experts(model: nn.Module) -> None:
             stand_in(module, _EXPERTS, _keep)
 
 
-def refuse_hooks(modules: Mapping[str, nn.Module]) -> None:
-    """Let hooks that are registered on modules, by path, raise `ApplyError` until `allow_methods` of each of them."""
+def refuse_hooks(modules: Mapping[str, nn.Module], running: Collection[int]) -> None:
+    """Let hooks that are registered on modules, by path, raise `ApplyError` until `allow_methods` of each of them.
+
+    Not while anything is `running`: the model's own code may register some, and what it gives is looked at.
+    """
     for path, module in modules.items():
         for name in (name for name in _HOOKS if name not in vars(module)):
-            stand_in(module, name, partial(_refuse_hook, path))
+            stand_in(module, name, partial(_hook, module, name, path, running))
 
 
-def _refuse_hook(path: str, *args: Any, **kwargs: Any) -> None:
+def _hook(module: nn.Module, name: str, path: str, running: Collection[int], *args: Any, **kwargs: Any) -> Any:
+    if running:
+        return getattr(type(module), name)(module, *args, **kwargs)
     raise ApplyError(
         f"a hook on {path} would get a rank's part of a tensor or of its gradient. Register it before autoshard.plan "
         'and autoshard.apply, or place whole modules (strategy="balanced").'

@@ -23,6 +23,7 @@ from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan.sharding import Cut, Results, result_of
 from autoshard.runtime.collectives import ProcessRanks, Ranks
+from autoshard.runtime.cut_state import CutRecord
 from autoshard.runtime.rank_tensor import RankTensor
 
 _ON_TOKENS = frozenset({"scatter", "context", "spread_tokens"})
@@ -31,12 +32,13 @@ _as_array = torch.Tensor.numpy  # another may stand there while a module of a pi
 
 
 def watch_results(
-    model: nn.Module, cuts: Sequence[Cut], results: Sequence[Results], ranks: Ranks, *, staged: bool = False
+    model: nn.Module, record: CutRecord, results: Sequence[Results], *, staged: bool = False
 ) -> list[Any]:
     """Look at what blocks and the root give; returns handles. Raises `PlanError` for modules that the model lacks.
 
     `staged`: a schedule calls the layers of a stage, and nobody else can.
     """
+    cuts, ranks = record.cuts, record.ranks
     modules = dict(model.named_modules(remove_duplicate=False))
     for path in (path for row in results for path in row.modules if path not in modules):
         raise PlanError(f"the plan knows what {path!r} gives, which this {type(model).__name__} does not have.")
@@ -56,7 +58,7 @@ def watch_results(
     handles += [modules[path].register_forward_hook(partial(_refuse_alone, path, around, True)) for path in divided]
     outer = sorted({up for path in divided for up in above(path)})
     handles += _follow([modules[path] for path in outer], around)
-    return handles if staged else handles + _watch_layers(modules, cuts)
+    return handles if staged else handles + _watch_layers(modules, cuts, record.running)
 
 
 def modules_with_parts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, nn.Module]:
@@ -74,16 +76,15 @@ def _layers_with_parts(cuts: Sequence[Cut]) -> set[str]:
     return {join(block, path) for cut in cuts for block in cut.blocks for path in cut.with_parts}
 
 
-def _watch_layers(modules: Mapping[str, nn.Module], cuts: Sequence[Cut]) -> list[Any]:
+def _watch_layers(modules: Mapping[str, nn.Module], cuts: Sequence[Cut], running: set[int]) -> list[Any]:
     """Refuse calls of cut layers that give or need parts while neither their block nor a module around it runs."""
     cut_ones = {join(block, parent(shard.name)) for cut in cuts for block in cut.blocks for shard in cut.shards}
     layers = sorted(_layers_with_parts(cuts) & cut_ones)
     blocks = {block for cut in cuts if cut.with_parts for block in cut.blocks}
     outside = {up for path in layers for up in above(path)} if "" in blocks else set()
-    tops = blocks | {up for block in blocks for up in above(block)} | outside.difference(layers)
-    running: set[int] = set()
+    tops = {"", *blocks, *(up for block in blocks for up in above(block)), *outside.difference(layers)}
     hooks = [modules[path].register_forward_pre_hook(partial(_refuse_alone, path, running, False)) for path in layers]
-    return hooks + _follow([modules[path] for path in sorted(tops)] if layers else [], running)
+    return hooks + _follow([modules[path] for path in sorted(tops)], running)
 
 
 def _with_divided_tokens(cuts: Sequence[Cut]) -> list[str]:
