@@ -251,7 +251,7 @@ def test_functions_that_hold_modules_of_the_model_have_no_replicas(devices):
 
 @pytest.mark.slow
 def test_replicas_of_what_torch_compile_returns(devices):
-    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(8, 6)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double(), torch.randn(8, 6, dtype=torch.float64)
     expected, compiled = model(x), torch.compile(model, backend="eager")
     plan = autoshard.plan(compiled, devices, inputs=x, strategy="data-parallel", objective="throughput")
     autoshard.apply(compiled, plan)
