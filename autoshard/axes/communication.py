@@ -15,7 +15,7 @@ from autoshard.axes.regions import OUTSIDE, Region, tensor_names
 from autoshard.axes.rules import Contraction
 from autoshard.axes.walk import AxisWalk, where
 from autoshard.capture.graph import Call, ModelGraph, SiteCall, name_of
-from autoshard.common.module_paths import is_below, join, relative
+from autoshard.common.module_paths import above, is_below, join, relative
 from autoshard.plan.sharding import ATTENTION, DROPOUTS, Action
 
 _OF_ELEMENTS = frozenset({"sum", "nansum", "mean"})
@@ -124,8 +124,7 @@ class CommunicationPoints:
 
         def is_part(value: int, path: str) -> bool:
             at_calls = [action.module for action in edges.get(value, ()) if not action.function]
-            inside = any(path != module and is_below(path, module) for module in at_calls)
-            return value in cut and (inside or value not in edges)
+            return value in cut and (value not in edges or not set(at_calls).isdisjoint(above(path)))
 
         calls = [(self._relative(call.path), (*call.inputs, *call.outputs)) for call in self._calls]
         found = (path for path, values in calls if path and any(is_part(value, path) for value in values))

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from autoshard import torch_private
-from autoshard.common.module_paths import above, is_below, join, parent
+from autoshard.common.module_paths import above, join, parent
 from autoshard.errors import ApplyError, PlanError
 from autoshard.nested import tensors_in
 from autoshard.plan.sharding import Cut, Results, result_of
@@ -63,12 +63,12 @@ def watch_results(
 
 def modules_with_parts(model: nn.Module, cuts: Sequence[Cut]) -> dict[str, nn.Module]:
     """The modules, by path, that are given, or give, a rank's part of a tensor: of its columns, or of its tokens."""
-    blocks = [block for cut in cuts for block in cut.blocks if any(one.kind in _ON_TOKENS for one in cut.actions)]
+    blocks = {block for cut in cuts for block in cut.blocks if any(one.kind in _ON_TOKENS for one in cut.actions)}
     paths = _layers_with_parts(cuts) | set(_with_divided_tokens(cuts))
     return {
         path: module
         for path, module in model.named_modules(remove_duplicate=False)
-        if path in paths or any(is_below(path, block) and path != block for block in blocks)
+        if path in paths or not blocks.isdisjoint(above(path))
     }
 
 

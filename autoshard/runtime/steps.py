@@ -211,9 +211,8 @@ class Step:
         self.memo.tokens.note(kind, self.where)
         if kind in ("divide", "own") and not torch.compiler.is_compiling():
             self.memo.tokens.counts.add(tensor.shape[dim] // degree)
-        if kind != "collect":
-            return along(tensor, self.ranks, dim, kind)
-        return self.memo.collect(tensor, self.ranks, dim)
+        collects = kind == "collect"
+        return self.memo.collect(tensor, self.ranks, dim) if collects else along(tensor, self.ranks, dim, kind)
 
     def _shortened(self, arguments: tuple[tuple, dict]) -> tuple[tuple, dict]:
         """Give a function the length of what this rank has, where code says that of the whole; -1 stays."""

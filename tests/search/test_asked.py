@@ -53,11 +53,7 @@ def test_strategies_cost_in_a_comparison_what_they_cost_where_they_are_named(dev
     profile = autoshard.profile(model, inputs, workload=workload)
     compared = autoshard.compare(model, devices, inputs=inputs, workload=workload)
     named = {row.name.partition(":")[0]: row for row in compared.alternatives if row.plan is not None}
-    for other in (
-        "placement",
-        "one device",
-        "hybrid",
-    ):  # these are no strategies: the last is any mesh where it is named
+    for other in ("placement", "one device", "hybrid"):  # no strategies: the last is any mesh where it is named
         named.pop(other, None)
     assert len(named) > 2
     for name, row in named.items():
